@@ -1,0 +1,1 @@
+"""Running Triptych on clusters."""

@@ -1,0 +1,1 @@
+"""Rollout workers: the vLLM engine, the worker around it, and its Ray actor."""

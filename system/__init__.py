@@ -1,0 +1,1 @@
+"""Triptych's composition root: imports every room, and nothing heavy by itself."""

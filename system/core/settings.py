@@ -1,0 +1,60 @@
+"""The base of every settings model: frozen, no unknown keys, durations in ``_s``, sizes in ``_bytes`` or ``_tokens``.
+
+Each room defines its own settings next to what they configure; ``system.recipe`` only composes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from system.core.errors import ConfigError, nearest
+
+
+class Settings(BaseModel):
+    """A frozen pydantic model that refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+
+def parse_settings(model: type[Settings], values: dict[str, Any], where: str) -> Any:
+    """Validates ``values`` as ``model``; a ``ConfigError`` names each wrong key by its dotted path under ``where``."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as failure:
+        raise ConfigError("\n".join(_explain(model, where, error) for error in failure.errors())) from None
+
+
+def _explain(model: type[Settings], where: str, error: Any) -> str:
+    path = [str(part) for part in error["loc"]]
+    dotted = ".".join([where, *path]) if where else ".".join(path)
+    if error["type"] == "extra_forbidden":
+        return f"{dotted}: unknown key{nearest(path[-1], _keys_at(model, path[:-1]))}"
+    if error["type"] == "missing":
+        return f"{dotted}: required, but missing"
+    message = error["msg"].removeprefix("Value error, ")
+    shown = error.get("input")
+    given = f" (got {shown!r})" if isinstance(shown, str | int | float | bool) and str(shown) not in message else ""
+    return f"{dotted or where or 'recipe'}: {message[0].lower() + message[1:] if message else 'invalid'}{given}"
+
+
+def _keys_at(model: Any, path: list[str]) -> list[str]:
+    for part in path:
+        if part.isdigit():
+            continue
+        field = getattr(model, "model_fields", {}).get(part)
+        if field is None:
+            return []
+        model = _settings_in(field.annotation)
+    return list(getattr(model, "model_fields", {}))
+
+
+def _settings_in(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = _settings_in(argument)
+        if found is not None:
+            return found
+    return None
