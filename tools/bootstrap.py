@@ -55,9 +55,16 @@ def is_current():
 
 
 def pip(*arguments):
-    return subprocess.call(
-        [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"] + list(arguments), cwd=ROOT
+    """Runs pip quietly; what it and the build back ends print is shown only when it fails."""
+    done = subprocess.run(
+        [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"] + list(arguments),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
+    if done.returncode != 0:
+        sys.stdout.write(done.stdout.decode(errors="replace"))
+    return done.returncode
 
 
 def install():
