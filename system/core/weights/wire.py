@@ -235,7 +235,7 @@ def verify(bucket: Bucket, version: int, flat: Tensor) -> None:
     """Holds the bytes in ``flat`` against the trailer that came with them.
 
     Raises:
-        TransferBroken: this is another bucket, or another version, than the manifest says: the two sides are out of step.
+        TransferBroken: another bucket, or another version, than the manifest says: the two sides are out of step.
         ChecksumMismatch: the payload is not what was sent; names the bucket and its parameters.
     """
     trailer = flat[bucket.payload_bytes : bucket.wire_bytes].view(torch.int64).tolist()

@@ -1,0 +1,181 @@
+"""The engine's end of a weight sync: vLLM weight-transfer backends that receive sealed buckets and verify each.
+
+``CheckedWeightTransferEngine`` is the bucket loop and the reload's life cycle; a backend adds only its carrier. Between
+``start`` and ``finish`` the model is in pieces, so the caller keeps generation paused from before ``start`` until
+``finish`` succeeded. After a broken transfer ``start`` closes vLLM's half-open reload and opens a new one; after
+rejected weights the engine is to be discarded. Runs in vLLM's worker processes; alone here, it imports vLLM.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from system.core.errors import SyncFailed
+from system.core.weights.gloo import GlooGroup
+from system.core.weights.inline import InlineGroup
+from system.core.weights.wire import (
+    Broadcast,
+    Bucket,
+    Endpoint,
+    Manifest,
+    WeightsRejected,
+    new_buffer,
+    unpack,
+    verify,
+)
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):
+    """How an engine joins a transfer group; its i-th worker process takes rank ``rank_offset + i``."""
+
+    address: str
+    port: int
+    rank_offset: int
+    world_size: int
+    deadline_s: float
+
+
+@dataclass
+class ManifestInfo(WeightTransferUpdateInfo):
+    """One whole update: ``Manifest.to_dict()`` and the seconds it may take."""
+
+    manifest: dict[str, Any]
+    deadline_s: float
+
+
+class ReceiverGroup(Broadcast, Protocol):
+    """A carrier's listening end."""
+
+    def join(self, endpoint: Endpoint, rank: int, world_size: int, deadline_s: float) -> None: ...
+
+
+class CheckedWeightTransferEngine(WeightTransferEngine[JoinInfo, ManifestInfo]):
+    """Receives every bucket of a manifest, verifies it, and loads it; subclasses name the carrier.
+
+    A bucket keeps its own memory until the layers it feeds are complete: vLLM holds on to the received tensors until
+    then, so buffers are never reused.
+    """
+
+    init_info_cls = JoinInfo
+    update_info_cls = ManifestInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: Any, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._group = self.make_group()
+        self._reload_open = False
+        self._missing: set[str] = set()
+        self._parameter_names = {name for name, _ in model.named_parameters()}
+
+    def make_group(self) -> ReceiverGroup:
+        raise NotImplementedError
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        endpoint = Endpoint(init_info.address, init_info.port)
+        self._group.join(endpoint, init_info.rank_offset + worker, init_info.world_size, init_info.deadline_s)
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._close_reload()
+        for module in self.model.modules():
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
+        initialize_layerwise_reload(self.model)
+        self._reload_open = True
+        self._missing = set(self._parameter_names)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: ManifestInfo) -> None:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        manifest = Manifest.from_dict(update_info.manifest)
+        end_s = time.monotonic() + update_info.deadline_s
+        try:
+            with disable_mtp_completeness_check():
+                for bucket in manifest.buckets():
+                    flat = new_buffer(bucket)
+                    self._group.broadcast(flat, end_s - time.monotonic())
+                    verify(bucket, manifest.version, flat)
+                    self._load(bucket, flat)
+        except SyncFailed:
+            self._group.close()
+            raise
+
+    def finish_weight_update(self) -> None:
+        missing, self._missing = self._missing, set()
+        self._close_reload()
+        for module in self._tied_heads():
+            module.quant_method.process_weights_after_loading(module)
+        if missing and self.model_config.quantization is None:
+            raise WeightsRejected(f"the update left out {len(missing)} parameters: {', '.join(sorted(missing)[:4])}")
+
+    def shutdown(self) -> None:
+        self._group.close()
+
+    def _load(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        tensors = zip(bucket.names, unpack(bucket, flat), strict=True)
+        try:
+            loaded = self.model.load_weights(list(tensors))
+        except (ValueError, KeyError, AttributeError, AssertionError, RuntimeError, IndexError, TypeError) as failure:
+            raise WeightsRejected(
+                f"bucket {bucket.index} ({', '.join(bucket.names[:4])}, ...): {type(failure).__name__}: {failure}"
+            ) from failure
+        self._missing = self._missing - loaded if loaded is not None else set()
+
+    def _close_reload(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if self._reload_open:
+            self._reload_open = False
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def _tied_heads(self) -> list[Any]:
+        """Output heads that share their weight with the embedding: no checkpoint entry feeds their packed copy."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+        embeddings = [
+            module
+            for module in self.model.modules()
+            if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+        ]
+        weights = {id(module.weight) for module in embeddings}
+        return [
+            module
+            for module in self.model.modules()
+            if isinstance(module, ParallelLMHead) and id(module.weight) in weights
+        ]
+
+
+class GlooWeightTransferEngine(CheckedWeightTransferEngine):
+    """Backend ``gloo``: from another process, over TCP."""
+
+    def make_group(self) -> ReceiverGroup:
+        return GlooGroup()
+
+
+class InlineWeightTransferEngine(CheckedWeightTransferEngine):
+    """Backend ``inline``: from another thread of this process."""
+
+    def make_group(self) -> ReceiverGroup:
+        return InlineGroup()
