@@ -1,0 +1,312 @@
+"""The base of every objective: a scalar written as mathematics becomes coefficients dL/dlogprobs.
+
+A subclass states ``name``, ``Options`` and a formula, ``loss`` or (``TokenObjective``) ``token_loss``; the base filters,
+cleans, corrects, adds the KL and differentiates. The learner backpropagates ``sum(coefficients * logprobs)``. With the
+advantages and denominators of the update handed in, losses and coefficients of its micro-batches add up exactly to
+those of the whole, however it is cut. Nothing here knows a model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from learner.advantages import Denominators, StepRows, count_groups, step_advantages, step_denominators, takes_part
+from learner.corrections import RULES, Correction, correct
+from learner.kl import LOG_RATIO_LIMIT, bounded_exp, clamped_tokens, kl_estimate, kl_k3, reward_kl
+from learner.objectives.batch import ObjectiveBatch
+from learner.objectives.inputs import LossInputs
+from learner.objectives.metrics import MetricCollector, MetricSums
+from learner.objectives.settings import Aggregation, ObjectiveSettings, TokenSettings
+from system.core.errors import ConfigError
+
+LogprobKind = Literal["old", "reference", "rollout"]
+OptionsT = TypeVar("OptionsT", bound=ObjectiveSettings)
+TokenOptionsT = TypeVar("TokenOptionsT", bound=TokenSettings)
+
+
+@dataclass(frozen=True)
+class ObjectiveResult:
+    """What one batch contributes."""
+
+    loss: float
+    """This batch's share of the update's loss; shares add up."""
+    coefficients: Tensor
+    """[rows, T], dL/dlogprobs, of the log-probs' dtype and device; 0 where masked and on rows that take no part."""
+    sums: MetricSums
+    """Additive metrics of this batch."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """``sums.means()``: ratio_mean, ess, clip_share, kl_reference and so on."""
+        return self.sums.means()
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step computes once, over all its rows and ranks."""
+
+    advantages: tuple[float | None, ...]
+    """Per row, in order; None: the row takes no part, so its forward and backward pass can be skipped."""
+    denominators: Denominators
+    sums: MetricSums
+    """zero_signal_share, too_few_scored, null_trajectories, advantage_abs_mean, rows_left_out."""
+
+
+class Objective(ABC, Generic[OptionsT]):
+    """A function from log-probs to a scalar, and what it needs. Instances are immutable and safe to share."""
+
+    name: ClassVar[str]
+    Options: ClassVar[type[ObjectiveSettings]] = ObjectiveSettings
+    coupling: ClassVar[Literal["completion", "group"]] = "completion"
+    """What the gradient mixes: ``completion`` can be cut anywhere, ``group`` needs whole groups in a batch."""
+
+    def __init__(self, settings: OptionsT) -> None:
+        self.settings = settings
+
+    @abstractmethod
+    def loss(self, inputs: LossInputs) -> Tensor:
+        """The policy part of the loss, a scalar: this batch's share of the update's loss. KL terms are added to it."""
+
+    def measure(self, inputs: LossInputs, metrics: MetricCollector) -> None:
+        """Metrics of this objective beside the common ones; called without gradient."""
+
+    @property
+    def policy_needs(self) -> frozenset[LogprobKind]:
+        """Log-probs the formula itself reads."""
+        return frozenset({"old"})
+
+    @property
+    def kl_aggregation(self) -> tuple[Aggregation, int | None]:
+        """How the KL per token is averaged, with max_tokens where that needs it."""
+        return "sequence_mean_token_mean", None
+
+    def check(self, group_size: int) -> None:
+        """Refuses group sizes under which the objective cannot learn.
+
+        Raises:
+            ConfigError: with the mend.
+        """
+        if group_size < 2:
+            raise ConfigError(
+                f"rollout.group_size: {group_size}: objective {self.name} compares the completions of a prompt; "
+                "set it to 2 or more"
+            )
+
+    @property
+    def needs(self) -> frozenset[LogprobKind]:
+        """Log-probs a batch should hold. ``old`` left out means the current ones, the others are required."""
+        needed = set(self.policy_needs)
+        if self.settings.kl_coefficient > 0.0:
+            needed |= {"reference"} if self.settings.kl_where == "loss" else {"reference", "old"}
+        if self.settings.correction != "none":
+            needed |= {"rollout", "old"}
+        return frozenset(needed)
+
+    @property
+    def needs_logprobs_first(self) -> bool:
+        """Whether ``prepare`` depends on the policy's log-probs, so that a pass without gradient comes before it."""
+        return self.settings.has_kl_in_reward or self._survivors_differ
+
+    @property
+    def _survivors_differ(self) -> bool:
+        rule = RULES.get(self.settings.correction)
+        return self.settings.denominator == "survivors" and rule is not None and rule.masks
+
+    def advantages(self, rows: StepRows) -> list[float | None]:
+        """The advantage of every row of a step, None where it takes no part."""
+        options = self.settings
+        return step_advantages(
+            rows,
+            estimator=options.advantage,
+            ddof=options.ddof,
+            eps=options.eps,
+            zero_variance=options.zero_variance,
+            unbiased_variance=options.unbiased_variance,
+            kl_coefficient=options.kl_coefficient if options.has_kl_in_reward else 0.0,
+        )
+
+    def prepare(self, rows: StepRows) -> StepPlan:
+        """Advantages, denominators and group metrics of a whole step.
+
+        When a step has several updates, each divides by ``step_denominators`` of its own rows, with these advantages.
+        """
+        advantages = self.advantages(rows)
+        counts = count_groups(rows)
+        part = [abs(value) for value in advantages if value is not None and takes_part(value)]
+        sums = MetricSums(
+            sums={
+                "zero_signal_share": (counts.zero_signal, counts.groups),
+                "advantage_abs_mean": (sum(part), len(part)),
+            },
+            totals={
+                "too_few_scored": counts.too_few_scored,
+                "null_trajectories": counts.null_trajectories,
+                "rows_left_out": len(rows) - len(part),
+            },
+        )
+        return StepPlan(tuple(advantages), step_denominators(rows, advantages), sums)
+
+    def __call__(self, batch: ObjectiveBatch) -> ObjectiveResult:
+        """Loss share, coefficients and metrics of a batch.
+
+        Raises:
+            ValueError: log-probs named by ``needs`` are missing, or neither rewards nor advantages are given.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            inputs, plan = self._inputs(batch)
+            loss = self.loss(inputs)
+            if self.settings.has_kl_in_loss:
+                loss = loss + self.settings.kl_coefficient * inputs.aggregate(
+                    kl_estimate(self.settings.kl_estimator, inputs.reference_log_ratio(), inputs.ratio),
+                    *self.kl_aggregation,
+                )
+            coefficients = torch.zeros_like(inputs.logprobs, requires_grad=False)
+            if loss.requires_grad:
+                (gradient,) = torch.autograd.grad(loss, inputs.logprobs, allow_unused=True)
+                if gradient is not None:
+                    coefficients = torch.where(inputs.mask, gradient, coefficients)
+        with torch.no_grad():
+            collector = MetricCollector()
+            collector.total("loss", loss)
+            _measure_ratios(inputs, collector)
+            self.measure(inputs, collector)
+            sums = collector.read()
+        value = sums.totals.pop("loss")
+        return ObjectiveResult(value, coefficients, sums if plan is None else sums + plan.sums)
+
+    def surviving(self, batch: ObjectiveBatch) -> Denominators:
+        """Counts under ``denominator: survivors``: what the correction keeps of this batch, advantages handed in.
+
+        Tokens and completions of micro-batches add up; trajectories and groups do when none is split.
+        """
+        return self._inputs(batch)[0].denominators
+
+    def _inputs(self, batch: ObjectiveBatch) -> tuple[LossInputs, StepPlan | None]:
+        self._require(batch)
+        device, dtype = batch.logprobs.device, _float_dtype(batch.logprobs)
+
+        def clean(values: Tensor | None, mask: Tensor) -> Tensor | None:
+            if values is None:
+                return None
+            numbers = values.detach().to(device, dtype)
+            return torch.where(mask, numbers, torch.zeros_like(numbers))
+
+        written = batch.mask.to(device)
+        plan: StepPlan | None = None
+        advantages = batch.advantages
+        if advantages is None:
+            kl = None
+            if self.settings.has_kl_in_reward:
+                assert batch.reference_logprobs is not None
+                old = batch.logprobs if batch.old_logprobs is None else batch.old_logprobs
+                kl = reward_kl(old.to(device, dtype), batch.reference_logprobs.to(device, dtype), written)
+            plan = self.prepare(batch.step_rows(kl))
+            advantages = _as_tensor(plan.advantages)
+        advantages = advantages.detach().to(device, dtype)
+        part = ~advantages.isnan()
+        if batch.rewards is not None:
+            part = part & batch.rewards.to(device).isfinite()
+        mask = written & part[:, None]
+
+        leaf = clean(batch.logprobs, mask)
+        assert leaf is not None and batch.trajectory_ids is not None
+        old_logprobs = clean(batch.old_logprobs, mask)
+        rollout = clean(batch.rollout_logprobs, mask)
+        current = leaf.clone() if old_logprobs is None else old_logprobs
+        correction = self._correct(current, rollout, mask)
+        counted = correction.kept & mask if correction and self.settings.denominator == "survivors" else mask
+        leaf.requires_grad_()
+        offline = torch.zeros_like(part) if batch.offline is None else batch.offline.to(device)
+        return LossInputs(
+            logprobs=leaf,
+            old=current,
+            reference=clean(batch.reference_logprobs, mask),
+            rollout=rollout,
+            mask=mask,
+            counted=counted,
+            advantages=torch.where(part, advantages, torch.zeros_like(advantages))[:, None],
+            rewards=None if batch.rewards is None else batch.rewards.to(device, dtype),
+            group_ids=batch.group_ids.to(device),
+            trajectory_ids=batch.trajectory_ids.to(device),
+            offline=offline,
+            denominators=batch.denominators or _count(counted, batch.group_ids, batch.trajectory_ids),
+            correction=correction,
+        ), plan
+
+    def _require(self, batch: ObjectiveBatch) -> None:
+        for kind in ("reference", "rollout"):
+            if kind in self.needs and getattr(batch, f"{kind}_logprobs") is None:
+                raise ValueError(f"objective {self.name} with these options needs {kind}_logprobs; hand them in")
+
+    def _correct(self, old: Tensor, rollout: Tensor | None, mask: Tensor) -> Correction | None:
+        options = self.settings
+        if options.correction == "none" or rollout is None:
+            return None
+        return correct(options.correction, old, rollout, mask, options.correction_low, options.correction_high)
+
+
+class TokenObjective(Objective[TokenOptionsT]):
+    """An objective that is a mean over tokens, cut anywhere."""
+
+    Options: ClassVar[type[ObjectiveSettings]] = TokenSettings
+
+    @abstractmethod
+    def token_loss(self, inputs: LossInputs) -> Tensor:
+        """[rows, T], before correction and aggregation; values outside the mask do not matter."""
+
+    def loss(self, inputs: LossInputs) -> Tensor:
+        return inputs.aggregate(inputs.corrected(self.token_loss(inputs)), *self.kl_aggregation)
+
+    @property
+    def kl_aggregation(self) -> tuple[Aggregation, int | None]:
+        return self.settings.aggregation, self.settings.max_tokens
+
+
+AnyObjective = Objective[Any]
+
+
+def _float_dtype(logprobs: Tensor) -> torch.dtype:
+    return torch.float64 if logprobs.dtype == torch.float64 else torch.float32
+
+
+def _as_tensor(advantages: Sequence[float | None]) -> Tensor:
+    return torch.tensor([float("nan") if value is None else value for value in advantages], dtype=torch.float64)
+
+
+def _count(counted: Tensor, group_ids: Tensor, trajectory_ids: Tensor) -> Denominators:
+    per_row = counted.sum(dim=1).tolist()
+    rows = StepRows([None] * len(per_row), group_ids.tolist(), trajectory_ids.tolist(), per_row)
+    return step_denominators(rows, [0.0] * len(per_row))
+
+
+def _measure_ratios(inputs: LossInputs, metrics: MetricCollector) -> None:
+    """The common metrics.
+
+    ratio_mean and ess compare the current policy with whoever sampled: the engine where its log-probs are known,
+    else the policy at the start of the pass. The latter's drift is update_log_ratio_*.
+    """
+    mask, logprobs = inputs.mask, inputs.logprobs.detach()
+    drift = (logprobs - inputs.old).abs()
+    metrics.mean("update_log_ratio_abs_mean", drift, mask)
+    metrics.maximum("update_log_ratio_abs_max", drift, mask)
+    sampler_log_ratio = logprobs - (inputs.old if inputs.rollout is None else inputs.rollout)
+    weights = bounded_exp(sampler_log_ratio)
+    metrics.mean("ratio_mean", weights, mask)
+    metrics.effective_share("ess", weights, mask)
+    metrics.mean("log_ratio_abs_mean", sampler_log_ratio.abs(), mask)
+    metrics.maximum("log_ratio_abs_max", sampler_log_ratio.abs(), mask)
+    metrics.total("ratio_clamped", (sampler_log_ratio.abs() > LOG_RATIO_LIMIT) & mask)
+    if inputs.reference is not None:
+        delta = logprobs - inputs.reference
+        metrics.mean("kl_reference", kl_k3(delta), mask)
+        metrics.total("kl_clamped", clamped_tokens(delta, mask))
+    if inputs.correction is not None:
+        metrics.mean("correction_truncated_share", inputs.correction.truncated, mask)
+        metrics.mean("correction_masked_share", ~inputs.correction.kept, mask)
+        metrics.mean("correction_weight_mean", inputs.correction.weights, mask)

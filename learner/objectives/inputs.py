@@ -1,0 +1,123 @@
+"""What an objective's formula sees: clean tensors, and the sums of which formulas are made.
+
+Everything outside the mask is 0, and rows that take no part are masked, so a formula may sum freely. ``logprobs`` is
+the only tensor that carries a gradient. Made by ``Objective.__call__`` for each batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from learner.advantages import Denominators
+from learner.corrections import Correction
+from learner.kl import bounded_exp
+from learner.objectives.settings import Aggregation
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectories:
+    """The trajectories of a batch that take part, numbered in ascending (group, trajectory) order."""
+
+    index: Tensor
+    """[rows] int64, each row's trajectory; -1 for rows that take no part."""
+    groups: Tensor
+    """[trajectories] int64, each trajectory's group, numbered from 0 in ascending group_id order."""
+    advantages: Tensor
+    """[trajectories]."""
+    rewards: Tensor | None
+    """[trajectories]; None when the batch has none."""
+
+    @property
+    def group_count(self) -> int:
+        return int(self.groups.max()) + 1 if self.groups.numel() else 0
+
+    def group_sum(self, values: Tensor) -> Tensor:
+        """[trajectories] -> [groups]."""
+        return values.new_zeros(self.group_count).index_add(0, self.groups, values)
+
+    def group_mean(self, values: Tensor) -> Tensor:
+        """[trajectories] -> [groups]."""
+        return self.group_sum(values) / self.group_sum(torch.ones_like(values))
+
+
+@dataclass(frozen=True, eq=False)
+class LossInputs:
+    """One batch, ready for a formula."""
+
+    logprobs: Tensor
+    """[rows, T], the leaf that is differentiated."""
+    old: Tensor
+    """[rows, T], detached; equal to ``logprobs`` when the batch has none."""
+    reference: Tensor | None
+    rollout: Tensor | None
+    mask: Tensor
+    """[rows, T] bool, trained tokens of rows that take part."""
+    counted: Tensor
+    """[rows, T] bool, tokens in the denominators: ``mask``, or what the correction keeps of it."""
+    advantages: Tensor
+    """[rows, 1]; 0 for rows that take no part."""
+    rewards: Tensor | None
+    """[rows]."""
+    group_ids: Tensor
+    trajectory_ids: Tensor
+    offline: Tensor
+    """[rows] bool."""
+    denominators: Denominators
+    correction: Correction | None
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        """[rows, T] pi / pi_old with its gradient, log-ratio clamped to +-20."""
+        return bounded_exp(self.logprobs - self.old)
+
+    def reference_log_ratio(self) -> Tensor:
+        """[rows, T] log pi - log pi_ref."""
+        if self.reference is None:
+            raise ValueError("this objective needs reference_logprobs; hand them in")
+        return self.logprobs - self.reference
+
+    def corrected(self, per_token: Tensor) -> Tensor:
+        """A policy loss per token under the off-policy correction."""
+        return per_token if self.correction is None else per_token * self.correction.weights
+
+    def aggregate(self, per_token: Tensor, how: Aggregation, max_tokens: int | None = None) -> Tensor:
+        """[rows, T] -> scalar, this batch's share of the mean over the whole update (OBJECTIVES 0.2).
+
+        Raises:
+            ValueError: sequence_sum_norm without max_tokens.
+        """
+        losses = torch.where(self.mask, per_token, torch.zeros_like(per_token))
+        if how == "token_mean":
+            return losses.sum() / max(self.denominators.tokens, 1)
+        completions = max(self.denominators.completions, 1)
+        if how == "sequence_mean_token_mean":
+            return (losses.sum(dim=1) / self.counted.sum(dim=1).clamp(min=1)).sum() / completions
+        if how == "sequence_sum":
+            return losses.sum() / completions
+        if max_tokens is None:
+            raise ValueError("sequence_sum_norm needs max_tokens")
+        return losses.sum() / (completions * max_tokens)
+
+    @cached_property
+    def trajectories(self) -> Trajectories:
+        part = self.mask.any(dim=1)
+        keys = torch.stack([self.group_ids[part], self.trajectory_ids[part]], dim=1)
+        unique, of_part = torch.unique(keys, dim=0, return_inverse=True)
+        index = torch.full_like(self.group_ids, -1)
+        index[part] = of_part
+        groups = torch.unique(unique[:, 0], return_inverse=True)[1]
+        first = torch.zeros(len(unique), dtype=torch.int64, device=index.device)
+        first[of_part] = part.nonzero()[:, 0]
+        rewards = None if self.rewards is None else self.rewards[first]
+        return Trajectories(index, groups, self.advantages[first, 0], rewards)
+
+    def trajectory_sum(self, per_token: Tensor) -> Tensor:
+        """[rows, T] -> [trajectories], sum over the trained tokens of all rows of each."""
+        sums = torch.where(self.mask, per_token, torch.zeros_like(per_token)).sum(dim=1)
+        part = self.trajectories.index >= 0
+        zeros = sums.new_zeros(len(self.trajectories.groups))
+        return zeros.index_add(0, self.trajectories.index[part], sums[part])

@@ -1,0 +1,96 @@
+"""Metrics that add up: over micro-batches, minibatches and ranks, before anything is divided.
+
+A ``MetricSums`` holds sums with their counts, totals, maxima, and the moments of importance weights; ``+`` combines
+two of them exactly, ``means()`` divides at the end. Objectives fill a ``MetricCollector`` with tensors, which reads
+them from the device once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MetricSums:
+    """Additive metrics. ``sum(parts, MetricSums())`` combines those of a step."""
+
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """name -> (sum, count); becomes their quotient."""
+    totals: dict[str, float] = field(default_factory=dict)
+    """name -> a count; parts are added."""
+    maxima: dict[str, float] = field(default_factory=dict)
+    """name -> largest value; parts take the larger."""
+    moments: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    """name -> (n, sum w, sum w^2); becomes the effective sample size as a share, (sum w)^2 / (n sum w^2)."""
+
+    def __add__(self, other: MetricSums) -> MetricSums:
+        return MetricSums(
+            _merged(self.sums, other.sums, lambda a, b: (a[0] + b[0], a[1] + b[1])),
+            _merged(self.totals, other.totals, lambda a, b: a + b),
+            _merged(self.maxima, other.maxima, max),
+            _merged(self.moments, other.moments, lambda a, b: (a[0] + b[0], a[1] + b[1], a[2] + b[2])),
+        )
+
+    def means(self) -> dict[str, float]:
+        """One number per metric; a mean over nothing is left out."""
+        values = {name: total / count for name, (total, count) in self.sums.items() if count > 0}
+        values |= {name: first**2 / (n * second) for name, (n, first, second) in self.moments.items() if second > 0}
+        return values | self.totals | self.maxima
+
+
+def _merged(left, right, combine):
+    merged = dict(left)
+    for name, value in right.items():
+        merged[name] = combine(merged[name], value) if name in merged else value
+    return merged
+
+
+class MetricCollector:
+    """Gathers metrics of one batch as tensors; masks are bool and of the values' shape."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._totals: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+        self._moments: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def mean(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Mean of ``values`` where ``mask`` holds; bool values give a share."""
+        self._sums[name] = (_masked(values, mask).sum(), mask.sum())
+
+    def total(self, name: str, values: Tensor) -> None:
+        """Sum of ``values``."""
+        self._totals[name] = values.detach().sum()
+
+    def maximum(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Largest of non-negative ``values`` where ``mask`` holds; 0 over nothing."""
+        chosen = _masked(values, mask)
+        self._maxima[name] = chosen.amax() if chosen.numel() else chosen.sum()
+
+    def effective_share(self, name: str, weights: Tensor, mask: Tensor) -> None:
+        """Effective sample size of importance weights, as a share of their number."""
+        chosen = _masked(weights, mask)
+        self._moments[name] = (mask.sum(), chosen.sum(), chosen.square().sum())
+
+    def read(self) -> MetricSums:
+        """Everything collected, in one transfer from the device."""
+        flat = [tensor for pair in self._sums.values() for tensor in pair]
+        flat += [*self._totals.values(), *self._maxima.values()]
+        flat += [tensor for triple in self._moments.values() for tensor in triple]
+        if not flat:
+            return MetricSums()
+        numbers = iter(torch.stack([tensor.double() for tensor in flat]).tolist())
+        return MetricSums(
+            sums={name: (next(numbers), next(numbers)) for name in self._sums},
+            totals={name: next(numbers) for name in self._totals},
+            maxima={name: next(numbers) for name in self._maxima},
+            moments={name: (next(numbers), next(numbers), next(numbers)) for name in self._moments},
+        )
+
+
+def _masked(values: Tensor, mask: Tensor) -> Tensor:
+    numbers = values.detach().double()
+    return torch.where(mask, numbers, torch.zeros_like(numbers))
