@@ -274,10 +274,13 @@ class GroupLedger:
         Leases are revoked and what was ready or taken is discarded: all of it waits to be issued again under its
         ids. Groups first issued after the snapshot follow, because the next id goes back.
 
+        An empty snapshot is the start of the run, before anything was issued.
+
         Raises:
             CheckpointDamaged: the snapshot lacks a part or does not add up.
             ValueError: the incarnation or version was used before.
         """
+        snapshot = snapshot or GroupLedger(self.limits, version=-1).snapshot()
         try:
             entries = {
                 int(group_id): _Entry(int(group_id), version, attempt=int(attempt), failures=int(failures))
@@ -295,9 +298,9 @@ class GroupLedger:
                 f"ledger in the checkpoint does not add up: issued {issued} up to group {next_id - 1}, "
                 f"outstanding {len(entries)}, trained {trained}, dropped {dropped.total()}"
             )
-        if incarnation <= self.incarnation:
-            raise ValueError(f"incarnation {incarnation} is not above {self.incarnation}")
-        if version < max(version_then, self.version):
+        if incarnation < self.incarnation or (self._issued and incarnation == self.incarnation):
+            raise ValueError(f"incarnation {incarnation} was used before; the ledger is at {self.incarnation}")
+        if version <= version_then or (self._issued and version <= self.version):
             raise ValueError(f"version {version} was used before; the ledger was at {max(version_then, self.version)}")
         self._entries, self._dropped = entries, dropped
         self._next_id, self._issued, self._trained, self._steps = next_id, issued, trained, steps
