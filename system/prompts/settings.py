@@ -62,7 +62,7 @@ class DataSourceSettings(Settings):
     system_prompt: str | None = None
     """Put before the question as a system message; needs a chat template."""
     chat_template: dict[str, Any] | Literal[False] | None = None
-    """Arguments for the model's chat template, may be ``{}``; ``false``: plain text; null: the template, if there is one."""
+    """Arguments for the model's chat template (may be ``{}``); ``false``: plain text; null: one if there is one."""
     max_prompt_tokens: int | None = Field(default=None, gt=0)
     """Longer prompts are skipped and counted; null: what the model's context leaves beside the completion."""
 

@@ -1,0 +1,159 @@
+"""What only the whole recipe shows, checked before anything is started; and the plan: every derived number.
+
+``check_recipe`` finds what would fail later (a missing model, over-long prompts, a group size the objective refuses,
+more GPUs than there are) and starts nothing: no engine, no GPU, no reward process stays. Errors name the key.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from system.core.errors import ConfigError
+from system.prompts.settings import named_sources
+from system.prompts.stream import PromptStreamFactory
+from system.recipe.model_facts import ModelFacts, read_model
+from system.recipe.placement import Placement, place, this_machine
+from system.recipe.plan import PlanLine, plan_lines
+from system.recipe.settings import Recipe
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked recipe: what will run, where, on what."""
+
+    lines: tuple[PlanLine, ...]
+    placement: Placement
+    needs_reference: bool
+    longest_prompt_tokens: int | None
+    """What the model's context leaves for a prompt."""
+    prompts: PromptStreamFactory
+
+
+def check_recipe(recipe: Recipe, *, assume_gpus: int | None = None, local: bool = False) -> Plan:
+    """Checks a recipe as a whole.
+
+    Args:
+        assume_gpus: check against this many GPUs instead of this machine's.
+        local: one process without Ray.
+
+    Raises:
+        ConfigError: keys contradict each other, the model or the objective.
+        DataError: a data source cannot give prompts.
+        PlacementInfeasible: the machine cannot hold the roles.
+    """
+    model = read_model(recipe.model.path)
+    _check_features(recipe, local)
+    objective = build_objective_of(recipe)
+    needs_reference = "reference" in objective.needs
+    longest = _longest_prompt_tokens(recipe, model)
+    _check_folder(Path(recipe.run.folder))
+    placement = place(recipe, model, this_machine(assume_gpus), needs_reference=needs_reference)
+    _check_rewards(recipe)
+    prompts = PromptStreamFactory(recipe.data, recipe.model.path, recipe.run.seed, longest)
+    stream = prompts()
+    for position in range(recipe.stream.groups_per_step):
+        stream.prompt(position)
+    return Plan(
+        lines=tuple(plan_lines(recipe, model, objective, placement, stream.summary(), longest)),
+        placement=placement,
+        needs_reference=needs_reference,
+        longest_prompt_tokens=longest,
+        prompts=prompts,
+    )
+
+
+def build_objective_of(recipe: Recipe) -> Any:
+    """The recipe's objective, checked against its group size and staleness.
+
+    Raises:
+        ConfigError: there is no such objective, or it refuses an option or the rest of the recipe.
+    """
+    from learner.objectives import build_objective
+
+    chosen = recipe.objective
+    objective = build_objective(chosen.name, file=chosen.file, **chosen.options)
+    objective.check(recipe.rollout.group_size)
+    correction = getattr(objective.settings, "correction", chosen.correction)
+    staleness = recipe.stream.max_staleness
+    if staleness > 0 and correction == "none":
+        raise ConfigError(
+            f"objective.correction: none with stream.max_staleness: {staleness}: groups up to {staleness} versions old "
+            "would be trained without any off-policy anchor; use correction: token_tis, or max_staleness: 0"
+        )
+    return objective
+
+
+def _check_features(recipe: Recipe, local: bool) -> None:
+    if recipe.model.lora is not None:
+        raise ConfigError("model.lora: LoRA is not yet available; leave it null")
+    if recipe.rollout.workers == 0:
+        raise ConfigError("rollout.workers: 0: nothing would generate; a run begins with at least 1")
+    if local and (recipe.rollout.workers, recipe.learner.workers) != (1, 1):
+        raise ConfigError(
+            f"--local is one process: rollout.workers ({recipe.rollout.workers}) and learner.workers "
+            f"({recipe.learner.workers}) must be 1"
+        )
+    groups, parts = recipe.stream.groups_per_step, recipe.learner.minibatches_per_step
+    if groups % parts:
+        fitting = [str(number) for number in range(1, groups + 1) if groups % number == 0]
+        raise ConfigError(
+            f"learner.minibatches_per_step: {parts} does not divide stream.groups_per_step {groups}; "
+            f"possible: {', '.join(fitting)}"
+        )
+
+
+def _longest_prompt_tokens(recipe: Recipe, model: ModelFacts) -> int | None:
+    contexts = [("the model's context", model.context_tokens)]
+    contexts.append(("rollout.engine.max_model_len", recipe.rollout.engine.get("max_model_len")))
+    longest: int | None = None
+    for what, context in contexts:
+        if not isinstance(context, int):
+            continue
+        left = context - recipe.rollout.max_tokens
+        if left < 1:
+            raise ConfigError(
+                f"rollout.max_tokens: {recipe.rollout.max_tokens} leaves no room for a prompt: "
+                f"{what} is {context} tokens"
+            )
+        for index, source in enumerate(recipe.data):
+            if source.max_prompt_tokens is not None and source.max_prompt_tokens > left:
+                raise ConfigError(
+                    f"data.{index}.max_prompt_tokens: {source.max_prompt_tokens} + rollout.max_tokens "
+                    f"{recipe.rollout.max_tokens} exceed {what} of {context} tokens; {left} are left for a prompt"
+                )
+        longest = left if longest is None else min(longest, left)
+    return longest
+
+
+def _check_folder(folder: Path) -> None:
+    """The nearest existing parent must be a folder one can write to."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ConfigError(f"run.folder: {existing} is a file; {folder} cannot be made below it")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.folder: no permission to write to {existing}; choose another folder")
+
+
+def _check_rewards(recipe: Recipe) -> None:
+    from reward_service.settings import check_reward_list
+
+    check_reward_list(recipe.rewards, [str(source.name) for source in named_sources(recipe.data)])
+
+
+def print_plan(plan: Plan, console: Any) -> None:
+    """Prints the plan as a table on a rich console."""
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for line in plan.lines:
+        table.add_row(escape(line.label), escape(line.value))
+    console.print(table, highlight=False)

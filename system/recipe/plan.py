@@ -1,0 +1,123 @@
+"""The plan of a checked recipe: every derived number with its unit, for ``--dry-run``. Pure text; checks nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from system.prompts.stream import SourceSummary
+from system.recipe.model_facts import ModelFacts
+from system.recipe.placement import ELEMENT_BYTES, Placement, RolePlacement
+from system.recipe.settings import Recipe
+
+
+@dataclass(frozen=True)
+class PlanLine:
+    """One fact of the plan."""
+
+    label: str
+    value: str
+
+
+def plan_lines(
+    recipe: Recipe,
+    model: ModelFacts,
+    objective: Any,
+    placement: Placement,
+    sources: list[SourceSummary],
+    longest_prompt_tokens: int | None,
+) -> list[PlanLine]:
+    """The plan, in the order in which data flows.
+
+    Args:
+        objective: as ``learner.objectives.build_objective`` made it.
+        longest_prompt_tokens: what the model's context leaves for a prompt.
+    """
+    pairs = [
+        *_run_lines(recipe, model, sources),
+        ("objective", objective.name),
+        *((f"  {key}", str(value)) for key, value in objective.settings.model_dump().items()),
+        *_step_lines(recipe, sources, longest_prompt_tokens),
+        ("weight sync", _sync_line(recipe, model, placement)),
+        *((role.role, _role_line(role)) for role in placement.roles),
+        *_total_lines(placement),
+    ]
+    return [PlanLine(label, value) for label, value in pairs]
+
+
+def _run_lines(recipe: Recipe, model: ModelFacts, sources: list[SourceSummary]) -> list[tuple[str, str]]:
+    run = recipe.run
+    size = "size unknown" if model.parameters is None else f"{model.parameters / 1e6:,.1f} M parameters"
+    context = "context unknown" if model.context_tokens is None else f"context {model.context_tokens:,} tokens"
+    return [
+        ("run", f"{run.name}: {run.steps} steps, seed {run.seed}, in {run.folder}"),
+        ("checkpoints", f"every {run.checkpoint_every_steps} steps and at the end; the newest {run.keep} are kept"),
+        ("model", f"{model.path}: {model.architecture}, {size}, {recipe.model.dtype}, {context}"),
+        *((f"data {source.name}", str(source)) for source in sources),
+        *(
+            (f"reward {reward.name}", f"{reward.use}, weight {reward.weight:g}, within {reward.deadline_s:g} s")
+            for reward in recipe.rewards
+        ),
+    ]
+
+
+def _step_lines(recipe: Recipe, sources: list[SourceSummary], longest: int | None) -> list[tuple[str, str]]:
+    stream, rollout, learner = recipe.stream, recipe.rollout, recipe.learner
+    groups, size = stream.groups_per_step, rollout.group_size
+    completions = groups * size
+    limits = [source.longest_allowed_tokens for source in sources]
+    prompt = None if None in limits else max(limit for limit in limits if limit is not None)
+    if prompt is None:
+        learned = longest_prompt = "no limit: the model does not say its context"
+    else:
+        learned = f"at most {completions * (rollout.max_tokens + prompt):,} tokens, prompts included"
+        longest_prompt = f"{prompt:,} tokens"
+        if longest is not None:
+            longest_prompt += f" (the context leaves {longest:,} beside a completion)"
+    passes = f"{learner.epochs_per_step} epochs of {learner.minibatches_per_step} minibatches"
+    steps = recipe.run.steps
+    return [
+        ("prompts per step", f"{groups} prompts"),
+        ("completions per step", f"{completions} completions ({groups} groups of {size})"),
+        ("generated per step", f"at most {completions * rollout.max_tokens:,} tokens ({rollout.max_tokens} each)"),
+        ("learned per step", learned),
+        ("optimiser updates per step", f"{learner.epochs_per_step * learner.minibatches_per_step} ({passes})"),
+        ("prompts in the run", f"{steps * groups:,} prompts, {steps * completions:,} completions"),
+        ("longest prompt", longest_prompt),
+        (
+            "staleness",
+            f"at most {stream.max_staleness} versions" if stream.max_staleness else "0 versions: synchronous",
+        ),
+        (
+            "groups outstanding",
+            f"at most {stream.outstanding_groups} groups ((max_staleness {stream.max_staleness} + 1) x {groups})",
+        ),
+        ("refill", f"a step gives up after {stream.refill_limit * groups} filtered groups in a row"),
+    ]
+
+
+def _sync_line(recipe: Recipe, model: ModelFacts, placement: Placement) -> str:
+    checked = "checksums and a probe" if recipe.sync.probe else "checksums, no probe"
+    if placement.sync_backend == "nccl":
+        checked = "unverified: vLLM's own nccl"
+    line = f"{placement.sync_backend}, {checked}, within {recipe.sync.deadline_s:g} s"
+    if model.parameters is None:
+        return line
+    weights = model.parameters * ELEMENT_BYTES[recipe.model.dtype]
+    buckets = -(-weights // recipe.sync.bucket_bytes)
+    return f"{line}; {weights / 1e6:,.1f} MB in about {buckets} buckets"
+
+
+def _role_line(role: RolePlacement) -> str:
+    if role.processes == 0:
+        return "not started: the objective needs no reference log-probs"
+    memory = "memory unknown" if role.memory_bytes is None else f"about {role.memory_bytes / 1e9:.1f} GB"
+    return f"{role.processes}, each with {role.gpus_each} GPUs, {role.threads}, {memory}"
+
+
+def _total_lines(placement: Placement) -> list[tuple[str, str]]:
+    on_cpu = sum(role.processes * (role.memory_bytes or 0) for role in placement.roles if not role.gpus_each)
+    lines = [("GPUs in all", f"{placement.gpus} GPUs")]
+    if on_cpu:
+        lines.append(("memory in all", f"about {on_cpu / 1e9:.1f} GB outside GPUs"))
+    return lines
