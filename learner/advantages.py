@@ -34,7 +34,7 @@ class StepRows:
     token_counts: Sequence[int]
     """Trained tokens (under the loss mask) of each row."""
     kl: Sequence[float] | None = None
-    """Per row, sum over trained tokens of log pi_old - log pi_ref (``learner.kl.reward_kl``); for ``kl_where: reward``."""
+    """Per row, sum over trained tokens of log pi_old - log pi_ref (``learner.kl.reward_kl``): for KL in the reward."""
 
     def __post_init__(self) -> None:
         lengths = {
@@ -49,6 +49,16 @@ class StepRows:
 
     def __len__(self) -> int:
         return len(self.group_ids)
+
+    def select(self, indices: Sequence[int]) -> StepRows:
+        """Some of the rows, in the given order: those of one update, for its denominators."""
+        return StepRows(
+            rewards=[self.rewards[index] for index in indices],
+            group_ids=[self.group_ids[index] for index in indices],
+            trajectory_ids=[self.trajectory_ids[index] for index in indices],
+            token_counts=[self.token_counts[index] for index in indices],
+            kl=None if self.kl is None else [self.kl[index] for index in indices],
+        )
 
     @staticmethod
     def from_rows(rows: Sequence[Row], kl: Sequence[float] | None = None) -> StepRows:

@@ -1,9 +1,9 @@
 """The base of every objective: a scalar written as mathematics becomes coefficients dL/dlogprobs.
 
-A subclass states ``name``, ``Options`` and a formula, ``loss`` or (``TokenObjective``) ``token_loss``; the base filters,
-cleans, corrects, adds the KL and differentiates. The learner backpropagates ``sum(coefficients * logprobs)``. With the
-advantages and denominators of the update handed in, losses and coefficients of its micro-batches add up exactly to
-those of the whole, however it is cut. Nothing here knows a model.
+A subclass states ``name``, ``Options`` and a formula, ``loss`` or (``TokenObjective``) ``token_loss``; the base
+filters, cleans, corrects, adds the KL and differentiates. The learner backpropagates ``sum(coefficients * logprobs)``.
+With the advantages and denominators of the update handed in, losses and coefficients of its micro-batches add up
+exactly to those of the whole, however it is cut. Nothing here knows a model.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class Objective(ABC, Generic[OptionsT]):
     Options: ClassVar[type[ObjectiveSettings]] = ObjectiveSettings
     coupling: ClassVar[Literal["completion", "group"]] = "completion"
     """What the gradient mixes: ``completion`` can be cut anywhere, ``group`` needs whole groups in a batch."""
+    needs_rewards: ClassVar[bool] = True
+    """False where ``advantages`` is overridden to do without them; null rewards leave the loss either way."""
 
     def __init__(self, settings: OptionsT) -> None:
         self.settings = settings
@@ -215,7 +217,8 @@ class Objective(ABC, Generic[OptionsT]):
         mask = written & part[:, None]
 
         leaf = clean(batch.logprobs, mask)
-        assert leaf is not None and batch.trajectory_ids is not None
+        assert leaf is not None
+        assert batch.trajectory_ids is not None
         old_logprobs = clean(batch.old_logprobs, mask)
         rollout = clean(batch.rollout_logprobs, mask)
         current = leaf.clone() if old_logprobs is None else old_logprobs
@@ -240,9 +243,14 @@ class Objective(ABC, Generic[OptionsT]):
         ), plan
 
     def _require(self, batch: ObjectiveBatch) -> None:
-        for kind in ("reference", "rollout"):
-            if kind in self.needs and getattr(batch, f"{kind}_logprobs") is None:
+        needed = set(self.needs)
+        if self.settings.has_kl_in_reward and batch.advantages is not None:
+            needed = needed - {"reference"} | self.policy_needs
+        for kind, logprobs in (("reference", batch.reference_logprobs), ("rollout", batch.rollout_logprobs)):
+            if kind in needed and logprobs is None:
                 raise ValueError(f"objective {self.name} with these options needs {kind}_logprobs; hand them in")
+        if self.needs_rewards and batch.rewards is None and batch.advantages is None:
+            raise ValueError(f"objective {self.name} needs rewards or advantages; hand in one of them")
 
     def _correct(self, old: Tensor, rollout: Tensor | None, mask: Tensor) -> Correction | None:
         options = self.settings

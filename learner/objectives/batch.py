@@ -140,16 +140,11 @@ class ObjectiveBatch:
         return replace(self, **chosen)
 
     def step_rows(self, kl: Tensor | None = None) -> StepRows:
-        """The facts from which advantages and denominators follow, read from the device.
-
-        Raises:
-            ValueError: the batch has no rewards.
-        """
-        if self.rewards is None:
-            raise ValueError("ObjectiveBatch: neither rewards nor advantages are given; hand in one of them")
+        """The facts from which advantages and denominators follow, read from the device."""
         assert self.trajectory_ids is not None
+        rewards = [math.nan] * len(self) if self.rewards is None else self.rewards.tolist()
         return StepRows(
-            rewards=[value if math.isfinite(value) else None for value in self.rewards.tolist()],
+            rewards=[value if math.isfinite(value) else None for value in rewards],
             group_ids=self.group_ids.tolist(),
             trajectory_ids=self.trajectory_ids.tolist(),
             token_counts=self.mask.sum(dim=1).tolist(),

@@ -111,8 +111,8 @@ def _from_file(name: str, path: Path) -> type[AnyObjective]:
             f"objective.name: {path} defines {', '.join(sorted(found))}, not '{name}'{nearest(name, found)}"
         )
     raise ConfigError(
-        f"objective.file: {path} defines no objective; write a class there that subclasses learner.objectives.Objective "
-        f"or TokenObjective, implements its formula and has name = '{name}'"
+        f"objective.file: {path} defines no objective; write a subclass of learner.objectives.TokenObjective "
+        f"(or Objective) there, with its formula and name = '{name}'"
     )
 
 

@@ -2,12 +2,13 @@
 
 ``ObjectiveSettings`` holds what all objectives share (advantage, filters, KL, correction); ``TokenSettings`` adds how
 token losses are averaged, ``ClippedSettings`` the clip of a probability ratio. An objective subclasses one of them and
-changes defaults. An option that has no effect beside the others is refused, as is one that cannot be right.
+changes defaults, with the types of this module, which carry the limits. An option that has no effect beside the others
+is refused, as is one that cannot be right.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -18,6 +19,8 @@ from system.core.errors import nearest
 from system.core.settings import Settings
 
 Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_sum", "sequence_sum_norm"]
+ClipWidth = Annotated[float, Field(ge=0.0)] | None
+DualClip = Annotated[float, Field(gt=1.0)] | None
 
 
 class ObjectiveSettings(Settings):
@@ -54,12 +57,21 @@ class ObjectiveSettings(Settings):
     denominator: Literal["kept_all", "survivors"] = "kept_all"
     """Whether tokens that a correction masks stay in the denominator."""
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """An option whose default a subclass changes keeps its documentation."""
+        for name, option in cls.model_fields.items():
+            for parent in cls.__mro__[1:]:
+                if option.description is None and issubclass(parent, Settings) and name in parent.model_fields:
+                    option.description = parent.model_fields[name].description
+
     @model_validator(mode="before")
     @classmethod
     def _fill_bounds(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        rule = corrections.RULES.get(values.get("correction", cls.model_fields["correction"].default))
+        name = values.get("correction", cls.model_fields["correction"].default)
+        rule = corrections.RULES.get(name) if isinstance(name, str) else None
         if rule is None:
             return values
         filled = dict(values)
@@ -87,6 +99,11 @@ class ObjectiveSettings(Settings):
         ):
             if getattr(self, key) is not None and not used:
                 raise ValueError(f"{key} has no effect with correction: {self.correction}; leave it out")
+        if not self.unbiased_variance and self.advantage != "batch_whitened":
+            raise ValueError(
+                f"unbiased_variance has no effect with advantage: {self.advantage}; leave it out, "
+                "or use advantage: batch_whitened"
+            )
         if self.kl_where == "loss" and self.kl_estimator == "k1":
             raise ValueError(
                 "kl_estimator: k1 in the loss has zero expected gradient; "
@@ -131,11 +148,11 @@ class TokenSettings(ObjectiveSettings):
 class ClippedSettings(TokenSettings):
     """Options of objectives with a clipped probability ratio."""
 
-    clip_low: float | None = Field(default=0.2, ge=0.0)
+    clip_low: ClipWidth = 0.2
     """The ratio's gain ends at 1 - clip_low; null: never."""
-    clip_high: float | None = Field(default=0.2, ge=0.0)
+    clip_high: ClipWidth = 0.2
     """The ratio's gain ends at 1 + clip_high; null: never."""
-    dual_clip: float | None = Field(default=None, gt=1.0)
+    dual_clip: DualClip = None
     """For negative advantages the loss is at most dual_clip x |advantage|; null: unbounded."""
 
 

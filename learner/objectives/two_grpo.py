@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from learner.objectives.grpo import Grpo, GrpoSettings
-from learner.objectives.settings import Aggregation, ObjectiveSettings
+from learner.objectives.settings import Aggregation, ClipWidth, DualClip, ObjectiveSettings
 from system.core.errors import ConfigError
 
 
@@ -13,8 +13,8 @@ class TwoGrpoSettings(GrpoSettings):
     """Options of two_grpo. Advantages are +-0.7071 with ddof 1 (the paper's runs), +-1 with ddof 0 (its theory)."""
 
     aggregation: Aggregation = "token_mean"
-    clip_high: float | None = 0.28
-    dual_clip: float | None = 3.0
+    clip_high: ClipWidth = 0.28
+    dual_clip: DualClip = 3.0
 
 
 class TwoGrpo(Grpo):

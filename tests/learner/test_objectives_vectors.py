@@ -1,0 +1,168 @@
+"""Objectives, KL estimators and corrections against the published float64 vectors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from learner import corrections
+from learner.corrections import Correction, CorrectionRule
+from learner.kl import bounded_exp, kl_estimate
+from learner.objectives import ObjectiveBatch, build_objective
+from tests.learner.objective_cases import VECTORS, fixture_batch, rows_of
+
+UNIT = {"ddof": 0, "eps": 0.0, "dual_clip": None}
+
+
+def assert_matches(vector, result, lists):
+    expected = VECTORS[vector]["expected"]
+    assert result.loss == pytest.approx(expected["loss"], abs=2e-12, rel=2e-11)
+    for row, values in zip(rows_of(result.coefficients, lists), expected["grad_logp"], strict=True):
+        assert row == pytest.approx(values, abs=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("vector", "fixture", "name", "options"),
+    [
+        ("TG-A-token-mean", "FIX_A", "two_grpo", UNIT),
+        ("TG-A-seq-mean-token-mean", "FIX_A", "two_grpo", UNIT | {"aggregation": "sequence_mean_token_mean"}),
+        ("TG-A-seq-mean-token-sum", "FIX_A", "two_grpo", UNIT | {"aggregation": "sequence_sum"}),
+        ("TG-A-verl", "FIX_A", "two_grpo", {}),
+        ("GR-B", "FIX_B", "grpo", {}),
+        ("GR-B-kl", "FIX_B", "grpo", {"kl_coefficient": 0.04}),
+        (
+            "DR-B",
+            "FIX_B",
+            "grpo",
+            {"advantage": "group_mean", "aggregation": "sequence_sum_norm", "max_tokens": 4},
+        ),
+        ("DA-B", "FIX_B", "grpo", {"aggregation": "token_mean", "clip_high": 0.28}),
+        ("OP-A-TIS", "FIX_A", "two_grpo", UNIT | {"correction": "token_tis", "correction_high": 1.05}),
+    ],
+)
+def test_objective_has_the_published_loss_and_coefficients(vector, fixture, name, options):
+    result = build_objective(name, **options)(fixture_batch(fixture))
+    assert_matches(vector, result, VECTORS[fixture]["inputs"]["new"])
+
+
+@pytest.mark.parametrize("old", ["given", "left out"])
+def test_on_policy_the_coefficient_is_the_advantage_over_the_tokens(old):
+    changes = {} if old == "given" else {"old_logprobs": None}
+    result = build_objective("two_grpo", **UNIT)(fixture_batch("FIX_A", new="old", **changes))
+    assert_matches("TG-A-onpolicy", result, VECTORS["FIX_A"]["inputs"]["new"])
+
+
+def test_clipped_tokens_have_no_gradient():
+    given = VECTORS["TG-A-clip"]["inputs"]
+    old = torch.tensor(given["old"], dtype=torch.float64)
+    batch = ObjectiveBatch(
+        logprobs=old + torch.tensor(given["ratios"], dtype=torch.float64).log(),
+        old_logprobs=old,
+        mask=torch.ones(2, 2, dtype=torch.bool),
+        group_ids=torch.zeros(2, dtype=torch.int64),
+        rewards=torch.tensor([1.0, 0.0]),
+    )
+    result = build_objective("two_grpo", **UNIT)(batch)
+    assert_matches("TG-A-clip", result, given["old"])
+    assert result.metrics["clip_share_low"] == 0.25
+    assert result.metrics["clip_share_high"] == 0.25
+    assert result.metrics["clip_share"] == 0.5
+
+
+def test_reinforce_gradient_of_leave_one_out_is_the_surrogate_on_policy():
+    objective = build_objective("grpo", advantage="leave_one_out", aggregation="sequence_sum")
+    result = objective(fixture_batch("FIX_B", old_logprobs=None))
+    rows = rows_of(result.coefficients, VECTORS["FIX_B"]["inputs"]["new"])
+    for row, values in zip(rows, VECTORS["RL-B"]["expected"]["grad_logp"], strict=True):
+        assert row == pytest.approx(values, abs=1e-11)
+
+
+@pytest.mark.parametrize("vector", ["KL--1", "KL--0.2", "KL-0", "KL-1"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_estimators_have_their_values_and_analytic_gradients(vector, estimator):
+    delta = torch.tensor(VECTORS[vector]["inputs"]["delta"], dtype=torch.float64, requires_grad=True)
+    value = kl_estimate(estimator, delta, torch.ones_like(delta))
+    (slope,) = torch.autograd.grad(value, delta)
+    assert value.item() == pytest.approx(VECTORS[vector]["expected"][estimator], abs=1e-11)
+    assert slope.item() == pytest.approx(VECTORS[vector]["expected"]["d" + estimator], abs=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("k1", "E_grad_k1"),
+        ("k2", "E_grad_k2"),
+        ("k3", "E_grad_k3"),
+        ("k2", "grad_reverse_kl"),
+        ("k3", "grad_forward_kl"),
+        ("k3_weighted", "grad_reverse_kl"),
+    ],
+)
+def test_expected_gradients_of_kl_losses_are_those_of_their_divergence(estimator, expected):
+    case = VECTORS["KL-expect"]
+    policy = torch.tensor(case["inputs"]["pi"], dtype=torch.float64)
+    reference = torch.tensor(case["inputs"]["ref"], dtype=torch.float64)
+    logits = policy.log().requires_grad_()
+    logprobs = torch.log_softmax(logits, dim=0)
+    values = kl_estimate(estimator, logprobs - reference.log(), torch.exp(logprobs - logprobs.detach()))
+    (gradient,) = torch.autograd.grad((policy * values).sum(), logits)
+    assert gradient.tolist() == pytest.approx(case["expected"][expected], abs=1e-11)
+
+
+def test_ratios_to_the_sampler_are_the_published_ones():
+    given, expected = VECTORS["FIX_A"]["inputs"], VECTORS["OP-A-ratios"]["expected"]
+    for old, sampler, ratios in zip(given["old"], given["mu"], expected["token"], strict=True):
+        log_ratio = torch.tensor(old, dtype=torch.float64) - torch.tensor(sampler, dtype=torch.float64)
+        assert bounded_exp(log_ratio).tolist() == pytest.approx(ratios, abs=1e-10)
+
+
+def token_band(log_ratio, mask, low, high):
+    ratio = bounded_exp(log_ratio)
+    kept = (ratio >= low) & (ratio <= high)
+    return Correction(torch.where(kept, ratio, 0.0), kept & mask, ~kept & mask)
+
+
+def geometric_band(log_ratio, mask, low, high):
+    mean = bounded_exp((log_ratio * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1))
+    kept = ((mean >= low) & (mean <= high)).expand_as(mask)
+    return Correction(torch.where(kept, bounded_exp(log_ratio), 0.0), kept & mask, ~kept & mask)
+
+
+@pytest.mark.parametrize(
+    ("vector", "name", "rule", "low", "high"),
+    [
+        ("OP-A-IcePop", "icepop", token_band, 0.95, 1.05),
+        ("OP-A-geoMIS", "geometric_mask", geometric_band, 0.99, 1.01),
+    ],
+)
+def test_a_correction_that_masks_is_one_entry_and_keeps_the_denominator(monkeypatch, vector, name, rule, low, high):
+    monkeypatch.setitem(corrections.RULES, name, CorrectionRule(rule, low=0.5, high=5.0, masks=True))
+    options = UNIT | {"correction": name, "correction_low": low, "correction_high": high}
+    result = build_objective("two_grpo", **options)(fixture_batch("FIX_A"))
+    assert_matches(vector, result, VECTORS["FIX_A"]["inputs"]["new"])
+    assert not build_objective("two_grpo", **options).needs_logprobs_first
+
+
+def test_survivors_divide_by_what_the_correction_keeps_over_all_micro_batches(monkeypatch):
+    monkeypatch.setitem(corrections.RULES, "icepop", CorrectionRule(token_band, low=0.95, high=1.05, masks=True))
+    objective = build_objective("two_grpo", correction="icepop", denominator="survivors", **UNIT)
+    assert objective.needs_logprobs_first
+    batch = fixture_batch("FIX_A")
+    whole = objective(batch)
+    assert whole.loss == pytest.approx(VECTORS["OP-A-IcePop"]["expected"]["loss"] * 5 / 3, abs=1e-11)
+    advantages = fixture_batch("FIX_A", advantages=[1.0, -1.0])
+    pieces = [advantages.select([0]), advantages.select([1])]
+    tokens = sum(objective.surviving(piece).tokens for piece in pieces)
+    counts = replace(objective.surviving(batch), tokens=tokens)
+    parts = [objective(replace(piece, denominators=counts)) for piece in pieces]
+    torch.testing.assert_close(torch.cat([part.coefficients for part in parts]), whole.coefficients)
+
+
+@pytest.mark.parametrize("name", ["two_grpo", "grpo"])
+def test_without_corrections_survivors_are_all_tokens(name):
+    options = {"correction": "token_tis", "aggregation": "token_mean"}
+    kept_all = build_objective(name, **options)(fixture_batch("FIX_A"))
+    survivors = build_objective(name, denominator="survivors", **options)(fixture_batch("FIX_A"))
+    assert torch.equal(kept_all.coefficients, survivors.coefficients)
