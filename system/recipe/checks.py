@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.markup import escape
 
+from reward_service.catalog import check_rewards
 from system.core.errors import ConfigError
-from system.prompts.settings import named_sources
 from system.prompts.stream import PromptStreamFactory
 from system.recipe.model_facts import ModelFacts, read_model
 from system.recipe.placement import Placement, place, this_machine
@@ -35,7 +35,7 @@ class Plan:
 
 
 def check_recipe(recipe: Recipe, *, assume_gpus: int | None = None, local: bool = False) -> Plan:
-    """Checks a recipe as a whole.
+    """Checks a recipe as a whole. Call it from synchronous code: reward functions are loaded in processes of their own.
 
     Args:
         assume_gpus: check against this many GPUs instead of this machine's.
@@ -53,7 +53,7 @@ def check_recipe(recipe: Recipe, *, assume_gpus: int | None = None, local: bool 
     longest = _longest_prompt_tokens(recipe, model)
     _check_folder(Path(recipe.run.folder))
     placement = place(recipe, model, this_machine(assume_gpus), needs_reference=needs_reference)
-    _check_rewards(recipe)
+    check_rewards(recipe.rewards, [str(source.name) for source in recipe.data])
     prompts = PromptStreamFactory(recipe.data, recipe.model.path, recipe.run.seed, longest)
     stream = prompts()
     for position in range(recipe.stream.groups_per_step):
@@ -139,12 +139,6 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(f"run.folder: {existing} is a file; {folder} cannot be made below it")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"run.folder: no permission to write to {existing}; choose another folder")
-
-
-def _check_rewards(recipe: Recipe) -> None:
-    from reward_service.settings import check_reward_list
-
-    check_reward_list(recipe.rewards, [str(source.name) for source in named_sources(recipe.data)])
 
 
 def print_plan(plan: Plan, console: Any) -> None:

@@ -45,7 +45,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def resolved_yaml(recipe: Recipe) -> str:
-    """The recipe with every default filled in; ``load_recipe`` of it gives an equal recipe."""
+    """The recipe with every default filled in; ``read_resolved`` of it gives an equal recipe."""
     values = recipe.model_dump(mode="json")
     refuse_secrets(values)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
@@ -57,7 +57,14 @@ def read_resolved(path: str | Path) -> Recipe:
     Raises:
         ConfigError: it is missing, or this version of Triptych does not understand it.
     """
-    return load_recipe(path)
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as failure:
+        raise ConfigError(f"{path} cannot be read: {str(failure).splitlines()[0]}") from None
+    try:
+        return parse_settings(Recipe, values, "")
+    except ConfigError as failure:
+        raise ConfigError(f"{path}: {failure}") from None
 
 
 def differing_keys(there: Recipe, here: Recipe) -> list[str]:
