@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import sys
 from textwrap import dedent
@@ -10,7 +11,7 @@ import pytest
 
 from learner.objectives import build_objective, objective_class, objective_names
 from system.core.errors import ConfigError
-from tests.learner.objective_cases import VECTORS, fixture_batch, rows_of
+from tests.learner.objective_cases import VECTORS, fixture_batch, random_case, rows_of, slow_advantages
 
 
 def test_names_are_found_because_their_modules_stand_in_the_folder():
@@ -180,6 +181,27 @@ def test_a_page_of_mathematics_in_a_users_file_is_an_objective(own_file, name, v
     rows = rows_of(result.coefficients, VECTORS[fixture]["inputs"]["new"])
     for row, values in zip(rows, expected["grad_logp"], strict=True):
         assert row == pytest.approx(values, abs=1e-11)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sequence_objective_sees_trajectories_and_not_rows(own_file, seed):
+    case = random_case(seed)
+    options = {"advantage": "group_zscore", "ddof": 1, "eps": 1e-6, "zero_variance": "keep"}
+    advantages = slow_advantages(case, options)
+    distances, lengths = {}, {}
+    for row, advantage in enumerate(advantages):
+        if advantage is None or not any(case.mask[row]):
+            continue
+        key = case.group_ids[row], case.trajectory_ids[row], advantage
+        moved = zip(case.logprobs[row], case.old[row], case.mask[row], strict=True)
+        distances[key] = distances.get(key, 0.0) + sum(new - old for new, old, trained in moved if trained)
+        lengths[key] = lengths.get(key, 0) + sum(case.mask[row])
+    losses = []
+    for key, distance in distances.items():
+        ratio, advantage = math.exp(distance / lengths[key]), key[2]
+        losses.append(-min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage))
+    result = build_objective("own_gspo", file=own_file)(case.batch())
+    assert result.loss == pytest.approx(sum(losses) / len(losses))
 
 
 def test_a_users_objective_has_checked_options_and_says_what_it_needs(own_file):

@@ -160,6 +160,14 @@ def test_survivors_divide_by_what_the_correction_keeps_over_all_micro_batches(mo
     torch.testing.assert_close(torch.cat([part.coefficients for part in parts]), whole.coefficients)
 
 
+def test_the_mean_of_a_completion_is_over_its_survivors(monkeypatch):
+    monkeypatch.setitem(corrections.RULES, "icepop", CorrectionRule(token_band, low=0.95, high=1.05, masks=True))
+    options = UNIT | {"correction": "icepop", "aggregation": "sequence_mean_token_mean"}
+    kept_all = build_objective("two_grpo", **options)(fixture_batch("FIX_A")).coefficients
+    survivors = build_objective("two_grpo", denominator="survivors", **options)(fixture_batch("FIX_A")).coefficients
+    torch.testing.assert_close(survivors, kept_all * torch.tensor([[3 / 2], [2 / 1]], dtype=torch.float64))
+
+
 @pytest.mark.parametrize("name", ["two_grpo", "grpo"])
 def test_without_corrections_survivors_are_all_tokens(name):
     options = {"correction": "token_tis", "aggregation": "token_mean"}
