@@ -67,7 +67,7 @@ class RecordError(ValueError):
 
 
 def _array(name: str, values: Sequence[float] | np.ndarray, dtype: type, length: int | None = None) -> np.ndarray:
-    array = np.asarray(values, dtype=dtype)
+    array: np.ndarray = np.asarray(values, dtype=dtype)
     if array.ndim != 1:
         raise RecordError(f"{name}: expected one dimension, got shape {array.shape}")
     if length is not None and len(array) != length:
