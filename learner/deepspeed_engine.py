@@ -1,0 +1,182 @@
+"""DeepSpeed, behind the few calls that the learner makes. The only module that imports it.
+
+Micro-batching is the caller's: ``backward`` accumulates, ``last=True`` marks the micro-batch after which gradients are
+complete, ``update`` applies them. Gradients are *summed* over ranks and micro-batches (DeepSpeed's own averaging is
+undone), so whoever divides by global counts gets the same gradient however the work was cut. Every rank makes the
+same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from learner.settings import LearnerSettings
+from learner.world import World
+from system.core.errors import CheckpointDamaged, TriptychError
+
+CHECKPOINT_TAG = "engine"
+
+
+class NonFiniteError(TriptychError):
+    """Loss or gradient is infinite or not a number; the weights were left as they were."""
+
+
+class TrainingEngine:
+    """One rank of a DeepSpeed-trained module."""
+
+    def __init__(self, module: nn.Module, settings: LearnerSettings, world: World) -> None:
+        deepspeed = _import_deepspeed(world)
+        self.module = module
+        self.world = world
+        self.zero = settings.zero
+        self._clip = settings.gradient_clip
+        self._half = next(module.parameters()).dtype == torch.bfloat16
+        optimizer = torch.optim.AdamW(
+            _parameter_groups(module, settings.weight_decay),
+            lr=0.0,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.epsilon,
+            fused=True,
+        )
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=_configuration(settings, self._half), dist_init_required=False
+        )
+        if self._half and self.zero == 0:
+            # This optimiser takes a trial step to create its state, which counts in Adam's bias correction.
+            self._optimizer.optimizer.state.clear()
+        self._gathered = deepspeed.zero.GatheredParameters
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """Runs the module with gradients."""
+        return self._engine(*inputs)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Adds the gradient of ``loss`` to what is accumulated; collective under ZeRO 2 and 3, and where ``last``."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss * self.world.size, scale_wrt_gas=False)
+
+    def update(self, learning_rate: float) -> float:
+        """Applies the accumulated gradient; collective.
+
+        Returns:
+            Norm of the whole gradient before clipping.
+        Raises:
+            NonFiniteError: the gradient is not finite; no weight was changed.
+        """
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        if not self._half and self.zero == 0:
+            return self._update_unwrapped()
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()
+        norm = math.nan if norm is None else float(norm)
+        if not math.isfinite(norm) or getattr(self._engine.optimizer, "overflow", False):
+            raise _non_finite(norm)
+        return norm
+
+    def _update_unwrapped(self) -> float:
+        """float32 without ZeRO has no optimiser of DeepSpeed's that would compute the norm."""
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        if not math.isfinite(norm):
+            self._engine.zero_grad()
+            raise _non_finite(norm)
+        if 0.0 < self._clip < norm:
+            torch._foreach_mul_(gradients, self._clip / (norm + 1e-6))
+        self._engine.step()
+        return norm
+
+    @contextmanager
+    def whole(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Inside, these parameters are complete on every rank (they always are below ZeRO 3); collective."""
+        if self.zero < 3:
+            yield
+            return
+        with self._gathered(parameters):
+            yield
+
+    def save(self, folder: Path) -> None:
+        """Writes weights and optimiser into ``folder``, every rank its own part; collective."""
+        self._engine.save_checkpoint(str(folder), tag=CHECKPOINT_TAG, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """Restores weights and optimiser as ``save`` wrote them, bit by bit; collective.
+
+        Raises:
+            CheckpointDamaged: a part is missing or cannot be read.
+        """
+        try:
+            path, _ = self._engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
+        except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as failure:
+            raise CheckpointDamaged(f"checkpoint {folder}: the optimiser's part cannot be read: {failure}") from failure
+        if path is None:
+            raise CheckpointDamaged(f"checkpoint {folder}: the optimiser's part '{CHECKPOINT_TAG}' is missing")
+
+    def close(self) -> None:
+        self._engine.destroy()
+
+
+def choose_accelerator(device: torch.device) -> None:
+    """Tells DeepSpeed where it runs; before anything imports it (transformers does), so that it need not guess."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+
+
+def _import_deepspeed(world: World) -> Any:
+    choose_accelerator(world.device)
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # The shared-memory collectives are compiled at first use, which needs a compiler on every node.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo" if world.device.type == "cpu" else "nccl", auto_mpi_discovery=False)
+    return deepspeed
+
+
+def _configuration(settings: LearnerSettings, half: bool) -> dict[str, Any]:
+    wrapped = half or settings.zero > 0
+    configuration: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": settings.gradient_clip if wrapped else 0.0,
+        "zero_optimization": {
+            "stage": settings.zero,
+            "overlap_comm": False,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+    }
+    if half:
+        configuration["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        if settings.zero > 0:
+            configuration["data_types"] = {"grad_accum_dtype": "fp32"}
+    return configuration
+
+
+def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if weight_decay == 0.0:
+        return [{"params": trained, "weight_decay": 0.0}]
+    return [
+        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def _non_finite(norm: float) -> NonFiniteError:
+    return NonFiniteError(
+        f"the gradient's norm is {norm}; the update was not applied. Lower learner.learning_rate, or look at the last "
+        "step's rollouts for log-probs of -inf"
+    )
