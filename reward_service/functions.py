@@ -41,6 +41,8 @@ class FunctionSpec:
     reward: str
     use: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    folder: str = "."
+    """Where a relative ``FILE.py`` is looked for when the process's own working folder does not have it."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def bind_function(function: Any, options: Mapping[str, Any], where: str) -> Rewa
     return RewardFunction(function, takes_group, asynchronous, passed, dict(options))
 
 
-def load_file_function(use: str) -> tuple[Any, str]:
+def load_file_function(use: str, folder: str = ".") -> tuple[Any, str]:
     """Imports ``FILE.py:function``; siblings of the file can be imported by it.
 
     Returns:
@@ -148,7 +150,9 @@ def load_file_function(use: str) -> tuple[Any, str]:
     match = FILE_USE.fullmatch(use)
     if match is None:
         raise LoadError(f"'{use}' is not FILE.py:function")
-    path = Path(match["file"]).expanduser().absolute()
+    file = Path(match["file"]).expanduser()
+    places = [file.absolute(), (Path(folder) / file).absolute()]
+    path = next((place for place in places if place.is_file()), places[0])
     if not path.is_file():
         raise LoadError(f"reward file {path} does not exist; paths are relative to the working folder")
     module_name = f"triptych_reward_{path.stem}"

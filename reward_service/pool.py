@@ -45,9 +45,9 @@ class PoolCounters:
 class ProcessPool:
     """Judges items with one reward's function. Belongs to the event loop that first uses it."""
 
-    def __init__(self, settings: RewardSettings) -> None:
+    def __init__(self, settings: RewardSettings, folder: str) -> None:
         self._settings = settings
-        self._spec = FunctionSpec(settings.name, settings.use, dict(settings.options))
+        self._spec = FunctionSpec(settings.name, settings.use, dict(settings.options), folder)
         self._slots = asyncio.Semaphore(settings.workers)
         self._idle: list[RewardProcess] = []
         self._live: set[RewardProcess] = set()

@@ -181,19 +181,19 @@ class RewardProcess:
         self._writer.write(pack_request(self._spec))
 
     async def _next_reply(self, until_s: float) -> dict[str, Any]:
-        reading = asyncio.ensure_future(self._read_frame())
+        reading_task = asyncio.ensure_future(self._read_frame())
         try:
             while True:
                 remaining_s = until_s - time.monotonic()
                 if remaining_s <= 0:
                     raise ProcessTimeout
-                await asyncio.wait({reading}, timeout=min(remaining_s, LIVENESS_S))
-                if reading.done():
-                    return reading.result()
+                await asyncio.wait({reading_task}, timeout=min(remaining_s, LIVENESS_S))
+                if reading_task.done():
+                    return reading_task.result()
                 if self.has_exited():
                     raise ProcessDied(await self._how_it_ended())
         finally:
-            reading.cancel()
+            reading_task.cancel()
 
     async def _read_frame(self) -> dict[str, Any]:
         assert self._reader is not None

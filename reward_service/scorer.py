@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -56,9 +57,13 @@ class _Counters:
 class LocalScorer:
     """Implements ``system.core.protocols.Scorer`` with functions in local processes."""
 
-    def __init__(self, rewards: Sequence[RewardSettings]) -> None:
+    def __init__(self, rewards: Sequence[RewardSettings], folder: str = ".") -> None:
+        """
+        Args:
+            folder: where relative reward files are looked for when the working folder does not have them.
+        """
         self._rewards = {reward.name: reward for reward in rewards}
-        self._pools = {reward.name: ProcessPool(reward) for reward in rewards}
+        self._pools = {reward.name: ProcessPool(reward, folder) for reward in rewards}
         self._counters = {reward.name: _Counters() for reward in rewards}
         self._book = AnswerBook()
 
@@ -153,9 +158,11 @@ class ScorerFactory:
     """Makes a scorer inside the process that uses it. Picklable."""
 
     rewards: tuple[RewardSettings, ...]
+    folder: str
+    """The working folder of the process that read the recipe."""
 
     def __call__(self) -> LocalScorer:
-        return LocalScorer(self.rewards)
+        return LocalScorer(self.rewards, self.folder)
 
 
 def build_scorer(rewards: Sequence[RewardSettings], sources: Sequence[str]) -> ScorerFactory:
@@ -168,7 +175,7 @@ def build_scorer(rewards: Sequence[RewardSettings], sources: Sequence[str]) -> S
         ConfigError: as ``check_reward_list``.
     """
     check_reward_list(rewards, sources)
-    return ScorerFactory(tuple(rewards))
+    return ScorerFactory(tuple(rewards), os.getcwd())
 
 
 def wire_item(item: ScoreItem) -> dict[str, Any]:

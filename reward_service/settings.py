@@ -29,7 +29,7 @@ class RewardSettings(Settings):
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the verifier or function as keyword arguments."""
     workers: int = Field(default=2, ge=1, le=256)
-    """Processes at most; they start when there is work for them."""
+    """Processes at most; they start when there is work for them. Each judges one group, or part of one, at a time."""
     start_deadline_s: float = Field(default=60.0, gt=0, le=3600)
     """How long a process may take to start and to import the function."""
     outage_s: float = Field(default=60.0, ge=0)

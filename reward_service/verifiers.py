@@ -244,7 +244,7 @@ def load_reward(spec: FunctionSpec) -> RewardFunction:
         LoadError: it cannot be; the message names the file or verifier and the mend.
     """
     if FILE_USE.fullmatch(spec.use):
-        function, where = load_file_function(spec.use)
+        function, where = load_file_function(spec.use, spec.folder)
         return bind_function(function, spec.options, where)
     if spec.use in VERIFIERS:
         try:

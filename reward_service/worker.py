@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import select
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import asyncio
 
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.IGNORECASE)
+PARENT_CHECK_S = 1.0
 _SECRET_LENGTH = 8  # shorter values are words, not secrets
 
 
@@ -80,7 +82,7 @@ class Judge:
         return "async" if self.function.asynchronous else "item"
 
     def run(self, wire_items: list[dict[str, Any]], deadline_s: float) -> None:
-        """Judges the items of one request; ``deadline_s`` bounds asynchronous functions, the parent bounds the others."""
+        """Judges the items of one request. ``deadline_s`` bounds asynchronous functions; the parent bounds others."""
         items = []
         for wire_item in wire_items:
             try:
@@ -183,15 +185,17 @@ def die_with_parent(lifeline_fd: int) -> None:
     """Ties the life of this process group to the other end of the pipe ``lifeline_fd``.
 
     On Linux the kernel itself sends SIGKILL to the group when the pipe closes, so it works also while a function holds
-    the interpreter's lock. A thread does the same where the kernel cannot.
+    the interpreter's lock. A thread does the same where the kernel cannot, and when a sibling inherited the pipe.
     """
     if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, int(signal.SIGKILL))
         fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
 
+    parent = os.getppid()
+
     def watch() -> None:
-        while os.read(lifeline_fd, 1):
+        while os.getppid() == parent and not select.select([lifeline_fd], [], [], PARENT_CHECK_S)[0]:
             pass
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
