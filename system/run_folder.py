@@ -37,7 +37,7 @@ class RunRecord:
     steps: int = 0
     highest_version: int = -1
     probe_yardstick: float | None = None
-    """Mean probe gap between engine and learner at the first verified sync, in nats; later syncs are held against it."""
+    """Mean probe gap between engine and learner at the first verified sync, in nats: the measure of later ones."""
     ray_address: str | None = None
     ray_namespace: str = ""
     control_actor: str = "control"
@@ -100,7 +100,9 @@ class RunFolder:
         except FileNotFoundError:
             raise ConfigError(f"{self.path} holds no run (no run.json in it)") from None
         except json.JSONDecodeError as broken:
-            raise ConfigError(f"{self.record_file}: not valid JSON ({broken}); remove the folder to start over") from None
+            raise ConfigError(
+                f"{self.record_file}: not valid JSON ({broken}); remove the folder to start over"
+            ) from None
         known = {key: value for key, value in values.items() if key in RunRecord.__dataclass_fields__}
         return RunRecord(**known)
 
@@ -124,8 +126,13 @@ class RunFolder:
         self._write_token()
         return self.write(
             replace(
-                record, state="starting", pid=os.getpid(), host=socket.gethostname(), steps=steps,
-                ray_address=None, versions=package_versions(),
+                record,
+                state="starting",
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                steps=steps,
+                ray_address=None,
+                versions=package_versions(),
             )
         )
 

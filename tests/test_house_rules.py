@@ -60,7 +60,10 @@ def test_only_one_module_starts_and_stops_ray() -> None:
 
 def test_only_the_deadline_helper_calls_ray_get() -> None:
     waiters = {
-        str(path.relative_to(ROOT)) for path in SOURCES for call in calls(path) if dotted(call.func) in ("ray.get", "ray.wait")
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        for call in calls(path)
+        if dotted(call.func) in ("ray.get", "ray.wait")
     }
     assert waiters == {"system/core/deadlines.py"}
 
@@ -91,7 +94,8 @@ def test_a_file_holds_one_idea(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["system", "system.core", "system.core.errors", "system.cli", "reward_service", "rollout_workers", "learner"]
+    "module",
+    ["system", "system.core", "system.core.errors", "system.cli", "reward_service", "rollout_workers", "learner"],
 )
 def test_importing_a_package_imports_nothing_heavy(module: str) -> None:
     program = f"import {module}, sys; print([m for m in ('torch', 'ray', 'vllm', 'deepspeed') if m in sys.modules])"

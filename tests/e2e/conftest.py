@@ -76,7 +76,12 @@ def triptych() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(*arguments: str | Path, timeout_s: float = 300.0, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
         return subprocess.run(
-            [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s, cwd=cwd, env=environment
+            [*COMMAND, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            cwd=cwd,
+            env=environment,
         )
 
     return run

@@ -51,6 +51,11 @@ def only_long_prompts(recipe: dict[str, Any], folder: Path) -> None:
     write_jsonl(folder / "questions.jsonl", [{"question": "9" * 2000, "answer": "1", "id": "long"}])
 
 
+def stale_without_correction(recipe: dict[str, Any], folder: Path) -> None:
+    put("stream.max_staleness", 2)(recipe, folder)
+    put("objective.correction", "none")(recipe, folder)
+
+
 CASES: dict[str, tuple[Change, int, list[str]]] = {
     "unknown key": (put("learner.lernrate", 1e-5), 2, ["learner.lernrate", "learning_rate"]),
     "unknown section": (put("lerner", {}), 2, ["lerner", "learner"]),
@@ -76,11 +81,7 @@ CASES: dict[str, tuple[Change, int, list[str]]] = {
         ["leters", "rewards.py"],
     ),
     "no steps": (put("run.steps", 0), 2, ["run.steps"]),
-    "stale without correction": (
-        lambda recipe, folder: [put("stream.max_staleness", 2)(recipe, folder), put("objective.correction", "none")(recipe, folder)],
-        2,
-        ["token_tis"],
-    ),
+    "stale without correction": (stale_without_correction, 2, ["token_tis"]),
 }  # fmt: skip
 
 
