@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from reward_service.frames import HEADER, REPLY_LIMIT_BYTES, pack_request
 from reward_service.functions import FunctionSpec
-from reward_service.results import InvalidResult, Judgement, read_result
+from reward_service.results import CannotJudge, InvalidResult, Judgement, read_result
 from system.core.errors import InfrastructureError
 from system.core.protocols import ScoreError
 
@@ -240,5 +240,5 @@ def read_verdict(reply: Mapping[str, Any]) -> Verdict:
         if not isinstance(info, str) or not isinstance(json.loads(info), dict):
             raise InvalidResult("info is not a JSON object")
         return Judgement(judged.reward, judged.parts, info)
-    except Exception as failure:
+    except (CannotJudge, ValueError, RecursionError) as failure:
         return ScoreError("invalid", f"item '{reply.get('id')}': {failure}")

@@ -108,7 +108,7 @@ def test_regex_and_format_judge_the_form() -> None:
     assert judge("format", "<think>x</think><answer>1</answer><answer>2</answer>") == 0.0
 
 
-def test_length_penalty_is_daposs_soft_overlong_punishment() -> None:
+def test_length_penalty_is_the_soft_overlong_punishment_of_dapo() -> None:
     lengths = (16384, 16385, 18432, 20480, 20481)
     values = [judge("length_penalty", "", tokens=n, max_tokens=20480, cache_tokens=4096) for n in lengths]
     assert values == [0.0, -0.000244140625, -0.5, -1.0, -1.0]
