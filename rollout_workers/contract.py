@@ -108,6 +108,10 @@ class Engine(Protocol):
 
     def metrics(self) -> EngineMetrics: ...
 
+    async def check(self) -> None:
+        """Raises ``EngineDied``, with the first cause, when the engine cannot generate any more."""
+        ...
+
     async def close(self) -> None:
         """Ends all processes of the engine; requests in it fail. Idempotent."""
         ...

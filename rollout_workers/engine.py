@@ -75,6 +75,7 @@ def engine_arguments(model: ModelSettings, rollout: RolloutSettings, backend: We
         "weight_transfer_config": {"backend": backend},
         "enforce_eager": on_cpu,
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         **rollout.engine,
     }
     kv_cache_bytes = rollout.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
@@ -153,21 +154,26 @@ class _VllmEngine(UpdateCycle):
         self._tokenizer: Any = None
         self._probes = 0
 
-    async def _launch(self) -> Any:
-        """Starts vLLM; returns its frontend."""
+    async def _launch(self) -> None:
+        """Starts vLLM; sets ``_llm``."""
         raise NotImplementedError
 
     async def _request(self, prompt_tokens: Sequence[int], sampling: Any, request_id: str) -> Any:
         """vLLM's final ``RequestOutput``; cancelling aborts the request."""
         raise NotImplementedError
 
+    async def close(self) -> None:
+        raise NotImplementedError
+
     async def start(self, deadline_s: float) -> None:
         prepare_environment(self._threads)
         try:
-            self._llm = await within(self._launch(), deadline_s, f"{self.name}: start of vLLM", InfrastructureError)
+            await within(self._launch(), deadline_s, f"{self.name}: start of vLLM", InfrastructureError)
         except (ConfigError, InfrastructureError):
+            await self.close()
             raise
         except Exception as failure:
+            await self.close()
             raise InfrastructureError(f"{self.name}: vLLM did not start: {failure}") from failure
         self._tokenizer = self._llm.get_tokenizer()
         await within(self._label("0"), deadline_s, f"{self.name}: label the first weights")
@@ -216,16 +222,18 @@ class _VllmEngine(UpdateCycle):
 class RolloutEngine(_VllmEngine):
     """vLLM's ``AsyncLLM``: the scheduler and each GPU's worker in a process of their own."""
 
-    async def _launch(self) -> Any:
-        def launch() -> Any:
+    async def _launch(self) -> None:
+        def launch() -> None:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
             check_backend(self._backend)
             arguments = engine_arguments(self._model, self._rollout, self._backend)
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            if self._state == "closed":
+                self.shut_down()
 
-        return await asyncio.get_running_loop().run_in_executor(None, launch)
+        await asyncio.get_running_loop().run_in_executor(None, launch)
 
     async def _request(self, prompt_tokens: Sequence[int], sampling: Any, request_id: str) -> Any:
         try:
@@ -264,10 +272,21 @@ class RolloutEngine(_VllmEngine):
             raise self._died("its processes ended; the lines above, from vLLM, say why")
 
     async def close(self) -> None:
-        llm, self._llm = self._llm, None
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         self._enter("closed")
+        if self._llm is None:
+            return
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()
+        self._llm.output_processor.propagate_error(EngineDeadError())
+        await within(asyncio.to_thread(self.shut_down), CLOSE_S, f"{self.name}: end of vLLM's processes")
+
+    def shut_down(self) -> None:
+        """Ends vLLM's processes; for places without an event loop. Idempotent."""
+        llm, self._llm = self._llm, None
         if llm is not None:
-            await within(asyncio.to_thread(llm.shutdown), CLOSE_S, f"{self.name}: end of vLLM's processes")
+            llm.shutdown()
 
 
 class LocalEngine(_VllmEngine):
@@ -279,23 +298,23 @@ class LocalEngine(_VllmEngine):
         self._paused = False
         self._thread: StepThread | None = None
 
-    async def _launch(self) -> Any:
+    async def _launch(self) -> None:
         loop = asyncio.get_running_loop()
 
         def failed(cause: Exception) -> None:
             loop.call_soon_threadsafe(self._fail_all, f"{type(cause).__name__}: {cause}")
 
-        def launch() -> Any:
+        def launch() -> None:
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
             check_backend(self._backend)
             arguments = engine_arguments(self._model, self._rollout, self._backend)
             with _in_this_process():
-                return LLMEngine.from_engine_args(EngineArgs(**arguments))
+                self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
 
         self._thread = StepThread(f"{self.name}-vllm", self._step, failed)
-        return await self._do(launch)
+        await self._do(launch)
 
     def _step(self) -> bool:
         if self._llm is None or self._paused or not self._llm.has_unfinished_requests():

@@ -76,7 +76,7 @@ class GlooGroup:
         options.rootTensor = 0
         options.timeout = timedelta(seconds=deadline_s)
         try:
-            self._group.broadcast([flat], options).wait()
+            self._group.broadcast([flat], options).wait(options.timeout)
         except RuntimeError as failure:
             text = _first_line(failure)
             self.close()
