@@ -201,8 +201,8 @@ class StreamCore:
     async def commit(self, version: int) -> None:
         """The taken groups are trained; the next step consumes at ``version``, and leases from now on carry it."""
         with self._lock:
-            for group_id in self._ledger.commit(version):
-                del self._payloads[group_id]
+            self._ledger.commit(version)
+            self._forget_gone()
             self._wait_s = self._idle_s = 0.0
         self._changes.announce()
 
@@ -247,8 +247,7 @@ class StreamCore:
 
     def _take_now(self, version: int) -> TakenStep | None:
         group_ids = self._ledger.take(version)
-        for group_id in [known for known in self._payloads if self._ledger.state(known) is None]:
-            del self._payloads[group_id]
+        self._forget_gone()
         if group_ids is None:
             if self._broken is not None:
                 raise self._broken
@@ -263,6 +262,11 @@ class StreamCore:
             wait_s=self._wait_s,
             idle_s=self._idle_s,
         )
+
+    def _forget_gone(self) -> None:
+        """Frees the bytes of groups that were trained or dropped."""
+        for group_id in [known for known in self._payloads if self._ledger.state(known) is None]:
+            del self._payloads[group_id]
 
     def _with_prompts(self, worker: str, tickets: list[LeaseTicket]) -> list[Lease]:
         try:

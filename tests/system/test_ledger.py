@@ -207,6 +207,20 @@ def test_a_slow_group_has_max_staleness_steps_before_anyone_waits_for_it():
     assert 0 in ledger.take(2)
 
 
+def test_a_group_that_lost_its_worker_counts_as_fresh_before_it_is_leased_again():
+    ledger = make_ledger(max_staleness=1)
+    lease_ids(ledger, 1, worker="slow", now_s=0.0)
+    for group_id in lease_ids(ledger, 3):
+        finish(ledger, group_id)
+    ledger.take(0)
+    ledger.commit(1)
+    finish(ledger, *lease_ids(ledger, 1))
+    assert ledger.counts().ready == 2
+    assert ledger.take(1) is None
+    ledger.revoke("slow", 5.0)
+    assert ledger.take(1) == [3, 4]
+
+
 def test_an_expired_slow_group_is_no_longer_waited_for():
     ledger = make_ledger(max_staleness=0)
     lease_ids(ledger, 1, worker="slow", now_s=0.0)

@@ -203,6 +203,25 @@ def test_a_disk_that_refuses_is_warned_about_once_and_the_run_goes_on(tmp_path, 
     assert [line["step"] for line in read_metrics(path)] == [3]
 
 
+def test_a_disk_that_fills_in_the_middle_of_a_line_leaves_whole_lines_only(tmp_path):
+    """A file-size limit stands in for the disk: the kernel takes a part of the line and refuses the rest."""
+    program = f"""
+import resource, signal, pathlib
+from tests.system.test_metrics import MetricsWriter, make_line
+path = pathlib.Path({str(tmp_path)!r}) / "metrics.jsonl"
+writer = MetricsWriter(path)
+writer.write(make_line(0))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+limit = path.stat().st_size + 100
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+writer.write(make_line(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+writer.write(make_line(2))
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 2]
+
+
 def test_a_backend_that_fails_is_warned_about_once_and_the_others_go_on(tmp_path, caplog):
     blocked = tmp_path / "events"
     blocked.write_text("a file where the folder belongs")
