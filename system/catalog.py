@@ -119,7 +119,11 @@ def _rewards() -> list[CatalogEntry]:
             summary=reward.summary,
             details=_joined(reward.details),
             options=tuple(
-                CatalogOption(option.name, option.type, _PYTHON.get(str(option.default), option.default or "required"))
+                CatalogOption(
+                    option.name,
+                    option.type.replace("None", "null"),
+                    "required" if option.default is None else _PYTHON.get(option.default, option.default),
+                )
                 for option in reward.options
             ),
         )

@@ -84,7 +84,7 @@ def run_doctor(folder: str | Path = "runs") -> list[Check]:
             check_threads(dict(os.environ)),
             check_open_files(),
         ]
-        return quick + [check.result() for check in slow]
+        return quick + [check.result(timeout=2 * PROBE_DEADLINE_S) for check in slow]
 
 
 def print_doctor(folder: str | Path = "runs") -> int:

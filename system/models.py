@@ -97,6 +97,7 @@ def installed_smollm2() -> Path:
 
 def _write(source: str, folder: Path, dtype: str) -> None:
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     path = installed_smollm2() if source == SMOLLM2 else Path(source)
@@ -121,7 +122,7 @@ def _write(source: str, folder: Path, dtype: str) -> None:
         loaded = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **from_file)
         generation_config = loaded.generation_config
         config = AutoConfig.from_pretrained(where, **from_file)
-    except (OSError, ValueError, KeyError, ImportError) as failure:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as failure:
         reason = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
         raise ConfigError(f"{source} cannot be loaded as a causal language model: {reason}") from failure
     if hasattr(config, "quantization_config"):

@@ -6,7 +6,7 @@ more GPUs than there are) and starts nothing: no engine, no GPU, no reward proce
 
 from __future__ import annotations
 
-import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,8 +137,12 @@ def _check_folder(folder: Path) -> None:
         existing = existing.parent
     if not existing.is_dir():
         raise ConfigError(f"run.folder: {existing} is a file; {folder} cannot be made below it")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"run.folder: no permission to write to {existing}; choose another folder")
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as failure:
+        reason = failure.strerror or str(failure)
+        raise ConfigError(f"run.folder: cannot write to {existing} ({reason}); choose another folder") from None
 
 
 def print_plan(plan: Plan, console: Any) -> None:

@@ -48,7 +48,10 @@ def resolved_yaml(recipe: Recipe) -> str:
     """The recipe with every default filled in; ``read_resolved`` of it gives an equal recipe."""
     values = recipe.model_dump(mode="json")
     refuse_secrets(values)
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+    if yaml.safe_load(text) != values:  # rare line separators survive only when escaped
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=False, width=120)
+    return str(text)
 
 
 def read_resolved(path: str | Path) -> Recipe:

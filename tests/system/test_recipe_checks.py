@@ -1,0 +1,225 @@
+"""What only the whole recipe shows: contradictions, missing models, too many GPUs; and the plan's derived numbers."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from system.core.errors import ConfigError, DataError, PlacementInfeasible
+from system.recipe import check_recipe, load_recipe, print_plan
+from system.recipe.model_facts import read_model
+from system.recipe.placement import Machine, _ranges, learner_memory_bytes, place
+from tests.tiny_models import save_tiny_llama
+
+RECIPE = """
+run: {{steps: 10, folder: {folder}/runs/r}}
+model: {{path: {folder}/model, dtype: float32}}
+data:
+  - source: reasoning_gym
+    task: chain_sum
+    options: {{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1, size: 50}}
+    max_prompt_tokens: 128
+rewards: [{{name: answer, use: exact_last_integer}}]
+rollout: {{group_size: 4, max_tokens: 32}}
+stream: {{groups_per_step: 6}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checks")
+    save_tiny_llama(folder / "model")
+    (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def check(folder):
+    def checked(*overrides, assume_gpus=0, local=False):
+        return check_recipe(load_recipe(folder / "recipe.yaml", overrides), assume_gpus=assume_gpus, local=local)
+
+    return checked
+
+
+def test_the_plan_holds_every_derived_number_with_its_unit(check):
+    lines = {line.label: line.value for line in check().lines}
+    assert lines["prompts per step"] == "6 prompts"
+    assert lines["completions per step"] == "24 completions (6 groups of 4)"
+    assert lines["generated per step"] == "at most 768 tokens (32 each)"
+    assert lines["learned per step"] == "at most 3,840 tokens, prompts included"
+    assert lines["prompts in the run"] == "60 prompts, 240 completions"
+    assert lines["groups outstanding"] == "at most 30 groups ((max_staleness 4 + 1) x 6)"
+    assert lines["longest prompt"] == "128 tokens (the context leaves 480 beside a completion)"
+    assert lines["  correction"] == "token_tis"
+    assert lines["data chain_sum"].startswith("50 prompts, 100.0% of the stream, chat template, at most 128 tokens")
+    assert lines["reference worker"] == "not started: the objective needs no reference log-probs"
+    assert "gloo" in lines["weight sync"]
+
+
+def test_the_plan_is_printed_whole(check):
+    console = Console(width=200, record=True, file=io.StringIO())
+    plan = check("data.0.name='[bold]sums'")
+    print_plan(plan, console)
+    printed = console.export_text()
+    assert all(line.label in printed for line in plan.lines)
+    assert "data [bold]sums" in printed
+
+
+def test_a_reference_worker_is_planned_only_when_the_objective_needs_one(check):
+    assert not check().needs_reference
+    with_kl = check("objective.kl_coefficient=0.04")
+    assert with_kl.needs_reference
+    assert [role.processes for role in with_kl.placement.roles] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.group_size=1"], "group_size"),
+        (["objective.name=two_grpo"], "rollout.group_size: 4: objective two_grpo learns from pairs"),
+        (["objective.name=grop"], "unknown objective 'grop'; did you mean 'grpo'"),
+        (["objective.beta=0.1"], "objective.beta: .*kl_coefficient"),
+        (["objective.clip_hihg=0.1"], "objective.clip_hihg: unknown key; did you mean 'clip_high'"),
+        (["objective.correction=none"], "correction: none with stream.max_staleness: 4"),
+        (["rollout.workers=0"], "nothing would generate"),
+        (["learner.minibatches_per_step=4"], "does not divide stream.groups_per_step 6; possible: 1, 2, 3, 6"),
+        (["rollout.max_tokens=512"], "leaves no room for a prompt: the model's context is 512 tokens"),
+        (["rollout.max_tokens=400"], "data.0.max_prompt_tokens: 128 .* exceed the model's context of 512 tokens; 112"),
+        (["rollout.engine.max_model_len=100"], "exceed rollout.engine.max_model_len of 100 tokens; 68 are left"),
+        (["rewards.0.sources=[chain_sums]"], "no data source 'chain_sums'; did you mean 'chain_sum'"),
+        (["rewards.0.weight=0"], "nothing judges the data source 'chain_sum'"),
+        (["rewards.0.use=nowhere.py:f"], "nowhere.py does not exist"),
+        (["sync.backend=nccl_checked"], "sync.backend: nccl_checked needs GPUs"),
+        (["rollout.tensor_parallel=2"], "tensor_parallel: 2 needs GPUs"),
+        (["placement.threads.learner=1", "learner.threads=2"], "placement.threads.learner is 1 and learner.threads"),
+        (["model.lora={r: 8}"], "LoRA is not yet available"),
+        (["run.folder=/proc/nowhere/r"], "run.folder: "),
+        (["data.0.chat_template=false", "data.0.system_prompt=x"], "system_prompt needs a chat template"),
+    ],
+)
+def test_contradictions_are_refused_before_anything_starts(check, overrides, message):
+    with pytest.raises(ConfigError, match=message) as failure:
+        check(*overrides)
+    assert failure.value.exit_code == 2
+
+
+def test_asynchronous_training_with_an_anchor_and_synchronous_training_without_are_allowed(check):
+    assert check("objective.correction=token_tis").lines
+    assert check("objective.correction=none", "stream.max_staleness=0").lines
+
+
+def test_data_errors_have_an_exit_code_of_their_own(check, tmp_path):
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "x" * 600, "label": 1}) + "\n")
+    with pytest.raises(DataError, match="none of 1 prompts fits in 480 tokens") as failure:
+        check(f"data=[{{source: {tmp_path / 'long.jsonl'}}}]")
+    assert failure.value.exit_code == 3
+
+
+def test_one_process_takes_one_worker_of_each_role(check):
+    assert check(local=True).lines
+    with pytest.raises(ConfigError, match="--local is one process"):
+        check("learner.workers=2", local=True)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("config.json", "it has no config.json"),
+        ("model.safetensors", "holds no weights"),
+        ("tokenizer*", "holds no tokenizer"),
+    ],
+)
+def test_an_incomplete_model_folder_is_named(folder, tmp_path, missing, message):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    for file in (tmp_path / "model").glob(missing):
+        file.unlink()
+    with pytest.raises(ConfigError, match=message):
+        read_model(str(tmp_path / "model"))
+
+
+def test_a_missing_model_folder_comes_with_the_command_that_makes_it():
+    with pytest.raises(
+        ConfigError, match="no model folder at models/absent; `triptych model import SRC models/absent`"
+    ):
+        read_model("models/absent")
+
+
+def test_a_damaged_weights_file_is_named(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\x05\x00\x00\x00\x00\x00\x00\x00hello")
+    with pytest.raises(ConfigError, match=r"model.safetensors is not a safetensors file"):
+        read_model(str(tmp_path / "model"))
+
+
+def test_the_models_sizes_are_those_of_the_loaded_model(folder):
+    from transformers import AutoModelForCausalLM
+
+    facts = read_model(str(folder / "model"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert facts.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert facts.context_tokens == 512
+    assert facts.key_value_bytes_per_token(2) == 2 * 2 * 32 * 2
+
+
+def test_gpus_are_counted_per_role_and_compared_with_those_there_are(check):
+    placement = check("rollout.workers=4", "learner.workers=3", assume_gpus=8).placement
+    assert placement.gpus == 7
+    assert placement.sync_backend == "nccl_checked"
+    assert (placement.rollout_gpus_each, placement.learner_gpus_each) == (1, 1)
+    assert (
+        check("rollout.tensor_parallel=2", "rollout.workers=3", "learner.workers=2", assume_gpus=8).placement.gpus == 8
+    )
+    with pytest.raises(PlacementInfeasible, match=r"8 GPUs are asked for .4 x 1 for rollout workers, 4 x 1") as failure:
+        check("rollout.workers=4", "learner.workers=4", assume_gpus=7)
+    assert failure.value.exit_code == 4
+    with pytest.raises(PlacementInfeasible, match="1 GPUs are asked for"):
+        check("placement.gpus_per_learner_worker=1")
+
+
+def test_without_gpus_the_roles_share_the_cores(folder):
+    recipe = load_recipe(folder / "recipe.yaml")
+    machine = Machine(gpus=0, cores=(0, 1, 2, 3, 6), memory_bytes=10**11)
+    placement = place(recipe, read_model(recipe.model.path), machine, needs_reference=True)
+    assert (placement.engine_cores, placement.learner_threads, placement.reference_threads) == ("0-3,6", 5, 2)
+    assert placement.gpus == 0
+    assert placement.sync_backend == "gloo"
+
+
+@pytest.mark.parametrize(("cores", "written"), [((0,), "0"), ((0, 1), "0-1"), ((1, 3, 4, 9), "1,3-4,9"), ((), "")])
+def test_cores_are_written_as_ranges(cores, written):
+    assert _ranges(cores) == written
+
+
+def test_what_does_not_fit_into_memory_is_refused_with_the_sum(folder):
+    recipe = load_recipe(folder / "recipe.yaml", ["rollout.workers=3"])
+    machine = Machine(gpus=0, cores=(0,), memory_bytes=5 * 10**9)
+    with pytest.raises(PlacementInfeasible, match=r"3 x 2.6 GB for rollout workers.* this machine has 5.0 GB"):
+        place(recipe, read_model(recipe.model.path), machine, needs_reference=False)
+    assert place(
+        recipe, read_model(recipe.model.path), replace(machine, assumed=True), needs_reference=False
+    ).roles  # fmt: skip
+
+
+def test_a_learner_in_bfloat16_takes_22_bytes_a_parameter_and_zero_spreads_them(folder):
+    model = replace(read_model(str(folder / "model")), parameters=10**9, layers=0)
+
+    def estimate(*overrides):
+        recipe = load_recipe(folder / "recipe.yaml", ["model.dtype=bfloat16", *overrides])
+        return learner_memory_bytes(recipe, model)
+
+    assert estimate("learner.zero=0") == 22 * 10**9
+    assert estimate("learner.zero=1", "learner.workers=2") == 16 * 10**9
+    assert estimate("learner.zero=2", "learner.workers=2") == 13 * 10**9
+
+
+def test_the_checked_recipe_makes_the_prompts_of_the_run(check):
+    plan = check()
+    stream = plan.prompts()
+    assert plan.longest_prompt_tokens == 480
+    assert stream.prompt(0).source == "chain_sum"
+    assert len({stream.prompt(position).prompt_id for position in range(50)}) == 50
