@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_workers.contract import WeightBackend
+from rollout_workers.contract import EngineDied, WeightBackend
 from rollout_workers.engine import RolloutEngine
 from rollout_workers.settings import RolloutSettings
 from rollout_workers.worker import RolloutWorker, WorkerStatus
@@ -116,7 +116,10 @@ class RolloutActor:
 
 
 class RolloutClient:
-    """A worker as ``system`` sees it: the same calls over an actor handle, each with a deadline and the worker's name."""
+    """A worker as ``system`` sees it: the same calls over an actor handle, each with a deadline.
+
+    Errors come back as the worker raised them; a process that died is an ``EngineDied`` that names it.
+    """
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
@@ -125,9 +128,12 @@ class RolloutClient:
     async def start(self, deadline_s: float) -> int:
         return await self._call(self.actor.start.remote(), deadline_s, "start")
 
-    def run(self) -> Any:
-        """The running worker, to be awaited: ends after ``close``, or raises what the worker failed with."""
-        return self.actor.run.remote()
+    async def run(self) -> None:
+        """As long as the worker serves: returns after ``close``, or raises what the worker failed with."""
+        try:
+            await self.actor.run.remote()
+        except Exception as failure:
+            raise _as_raised(self.name, failure) from None
 
     async def join_transfer(self, endpoint: Endpoint, rank_offset: int, world_size: int, deadline_s: float) -> None:
         call = self.actor.join_transfer.remote(endpoint, rank_offset, world_size, deadline_s)
@@ -164,7 +170,21 @@ class RolloutClient:
         await self._call(self.actor.close.remote(), CONTROL_DEADLINE_S, "close")
 
     async def _call(self, reference: Any, deadline_s: float, what: str) -> Any:
-        return await within(reference, deadline_s + CALL_GRACE_S, f"{self.name}: {what}", InfrastructureError)
+        try:
+            return await within(reference, deadline_s + CALL_GRACE_S, f"{self.name}: {what}", InfrastructureError)
+        except Exception as failure:
+            raise _as_raised(self.name, failure) from None
+
+
+def _as_raised(name: str, failure: Exception) -> Exception:
+    """What the worker raised, without Ray's wrapping."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    if isinstance(failure, RayTaskError) and isinstance(failure.cause, Exception):
+        return failure.cause
+    if isinstance(failure, RayActorError):
+        return EngineDied(f"{name}: the worker's process died: {failure}")
+    return failure
 
 
 def create_rollout_actor(plan: WorkerPlan, **options: Any) -> RolloutClient:

@@ -8,10 +8,9 @@ cache salt of the current version, so that the prefix cache never crosses a vers
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from rollout_workers.contract import (
@@ -22,7 +21,7 @@ from rollout_workers.contract import (
     RequestRefused,
     WeightBackend,
 )
-from rollout_workers.environment import prepare_environment
+from rollout_workers.environment import prepare_environment, vllm_in_this_process
 from rollout_workers.settings import RolloutSettings
 from rollout_workers.step_thread import StepThread
 from rollout_workers.update_cycle import UpdateCycle
@@ -310,7 +309,7 @@ class LocalEngine(_VllmEngine):
 
             check_backend(self._backend)
             arguments = engine_arguments(self._model, self._rollout, self._backend)
-            with _in_this_process():
+            with vllm_in_this_process():
                 self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
 
         self._thread = StepThread(f"{self.name}-vllm", self._step, failed)
@@ -408,22 +407,3 @@ class LocalEngine(_VllmEngine):
             raise self._death
         if self._thread is None:
             raise EngineDied(f"{self.name}: the engine is not started")
-
-
-@contextmanager
-def _in_this_process() -> Iterator[None]:
-    """Lets vLLM run in this process, and undoes what it does to the process's thread count."""
-    import torch
-
-    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
-        else:
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
-        torch.set_num_threads = set_threads
-        set_threads(threads)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from system.core.errors import ConfigError
 from system.core.weights.register import PLUGIN_NAME
@@ -27,3 +29,22 @@ def prepare_environment(threads: str | None) -> None:
             f"VLLM_PLUGINS={allowed!r} hides '{PLUGIN_NAME}' from vLLM, so that no weights could be received; "
             f"unset VLLM_PLUGINS or add {PLUGIN_NAME} to it"
         )
+
+
+@contextmanager
+def vllm_in_this_process() -> Iterator[None]:
+    """Lets vLLM run in this process, and undoes what it does to the process's thread count."""
+    import torch
+
+    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
+        else:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
+        torch.set_num_threads = set_threads
+        set_threads(threads)
