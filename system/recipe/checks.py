@@ -14,6 +14,7 @@ from typing import Any
 from rich.markup import escape
 
 from reward_service.catalog import check_rewards
+from rollout_workers.environment import prepare_environment
 from system.core.errors import ConfigError
 from system.prompts.stream import PromptStreamFactory
 from system.recipe.model_facts import ModelFacts, read_model
@@ -46,6 +47,7 @@ def check_recipe(recipe: Recipe, *, assume_gpus: int | None = None, local: bool 
         DataError: a data source cannot give prompts.
         PlacementInfeasible: the machine cannot hold the roles.
     """
+    prepare_environment(None)
     model = read_model(recipe.model.path)
     _check_features(recipe, local)
     objective = build_objective_of(recipe)

@@ -36,13 +36,20 @@ def plan_lines(
     pairs = [
         *_run_lines(recipe, model, sources),
         ("objective", objective.name),
-        *((f"  {key}", str(value)) for key, value in objective.settings.model_dump().items()),
+        *((f"  {key}", _written(value)) for key, value in objective.settings.model_dump().items()),
         *_step_lines(recipe, sources, longest_prompt_tokens),
         ("weight sync", _sync_line(recipe, model, placement)),
         *((role.role, _role_line(role)) for role in placement.roles),
         *_total_lines(placement),
     ]
     return [PlanLine(label, value) for label, value in pairs]
+
+
+def _written(value: Any) -> str:
+    """A value as a recipe writes it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _run_lines(recipe: Recipe, model: ModelFacts, sources: list[SourceSummary]) -> list[tuple[str, str]]:

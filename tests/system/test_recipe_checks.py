@@ -108,6 +108,12 @@ def test_contradictions_are_refused_before_anything_starts(check, overrides, mes
     assert failure.value.exit_code == 2
 
 
+def test_an_environment_that_hides_the_weight_transfer_is_refused(check, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "another_plugin")
+    with pytest.raises(ConfigError, match="hides 'triptych_weight_transfer' from vLLM"):
+        check()
+
+
 def test_asynchronous_training_with_an_anchor_and_synchronous_training_without_are_allowed(check):
     assert check("objective.correction=token_tis").lines
     assert check("objective.correction=none", "stream.max_staleness=0").lines

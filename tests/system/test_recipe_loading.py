@@ -103,6 +103,7 @@ def test_overrides_reach_into_lists_and_open_objects(recipe_file):
         ("=3", "is not an override"),
         ("rollout.engine={a: [", "rollout.engine: the value .* is not valid YAML"),
         ("placement.threads.engine=all", "cores are written as 0-3 or 0,2"),
+        ("data=[{source: a.jsonl, name: x}, {source: b.jsonl, name: x}]", "data: two sources are named 'x'"),
         ("sync.backend=mpi", "sync.backend: "),
     ],
 )
