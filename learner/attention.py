@@ -42,7 +42,8 @@ def attend(
 
     short = query.device.type == "cpu" and query.dtype == torch.bfloat16 and 1 < query.shape[2] <= SHORT_ROW_TOKENS
     causal = attention_mask is None and options.get("is_causal") in (None, True) and getattr(module, "is_causal", True)
-    if not (short and causal and key.shape[2] == query.shape[2]) or options.get("dropout"):
+    special = options.get("dropout") or options.get("position_bias") is not None
+    if not (short and causal and key.shape[2] == query.shape[2]) or special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     return _plain_causal(query, key, value, scaling), None
 

@@ -13,7 +13,7 @@ import math
 import os
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,10 @@ class TrainingEngine:
             eps=settings.epsilon,
             fused=True,
         )
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=_configuration(settings, self._half), dist_init_required=False
-        )
+        with _without_chatter():
+            self._engine, self._optimizer, _, _ = deepspeed.initialize(
+                model=module, optimizer=optimizer, config=_configuration(settings, self._half), dist_init_required=False
+            )
         if self._half and self.zero == 0:
             # This optimiser takes a trial step to create its state, which counts in Adam's bias correction.
             self._optimizer.optimizer.state.clear()
@@ -116,7 +117,8 @@ class TrainingEngine:
             CheckpointDamaged: a part is missing or cannot be read.
         """
         try:
-            path, _ = self._engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
+            with _without_chatter():
+                path, _ = self._engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
         except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as failure:
             raise CheckpointDamaged(f"checkpoint {folder}: the optimiser's part cannot be read: {failure}") from failure
         if path is None:
@@ -129,6 +131,13 @@ class TrainingEngine:
 def choose_accelerator(device: torch.device) -> None:
     """Tells DeepSpeed where it runs; before anything imports it (transformers does), so that it need not guess."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
+
+
+@contextmanager
+def _without_chatter() -> Iterator[None]:
+    """DeepSpeed prints memory reports to standard output."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 def _import_deepspeed(world: World) -> Any:

@@ -17,7 +17,7 @@ class LearnerSettings(Settings):
     workers: int = Field(default=1, ge=1)
     """Learner ranks, one process (and one GPU, where there are any) each."""
     zero: Literal[0, 1, 2, 3] = 1
-    """DeepSpeed ZeRO stage, what is split over the ranks: 0 nothing, 1 optimiser state, 2 also gradients, 3 also weights."""
+    """DeepSpeed ZeRO stage: over the ranks it splits 0 nothing, 1 optimiser state, 2 also gradients, 3 also weights."""
     tokens_per_microbatch: int = Field(default=4096, ge=1)
     """Most tokens, padding included, that one forward and backward pass holds. A longer row goes alone."""
     epochs_per_step: int = Field(default=1, ge=1)

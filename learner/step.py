@@ -151,10 +151,7 @@ class StepRunner:
         """Whether a row with this advantage can have coefficients other than zero."""
         if not takes_part(advantage):
             return False
-        silent = (
-            getattr(self.objective, "silent_at_zero_advantage", False) and not self.objective.settings.has_kl_in_loss
-        )
-        return advantage != 0.0 or not silent
+        return advantage != 0.0 or not self._zero_is_silent
 
     def recompute_old_logprobs(self, lines: Sequence[Line]) -> None:
         """Log-probs under the current weights, without gradient, as each line's ``old_logprobs``."""

@@ -1,8 +1,8 @@
 """The learner ranks as a process group: who they are, how they find each other, how they exchange small facts.
 
 Rank 0 binds a port of its own choice (loopback when all ranks share a machine without GPUs) and hands the endpoint
-around by value; a world of one opens no port outside loopback. A world of one is kept for the life of the process and
-shared by whoever opens one, because it has nobody to disagree with; a larger world exists once per process.
+around by value; a world of one opens no port outside loopback. A process is in one world at a time; opening the same
+place in it again joins the one that is there, and a world of one is kept for the life of the process.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class World:
         if meeting is not None:
             os.environ.update(MASTER_ADDR=meeting.address, MASTER_PORT=str(meeting.port))
         if dist.is_initialized():
-            if size == 1 and dist.get_world_size() == 1:
+            if (dist.get_rank(), dist.get_world_size()) == (rank, size):
                 return World(rank, size, device)
             raise InfrastructureError(
                 f"learner rank {rank}: this process is already rank {dist.get_rank()} of {dist.get_world_size()}"

@@ -34,7 +34,7 @@ def test_updates_beyond_the_run_keep_a_positive_rate():
 
 
 def test_a_falling_schedule_without_a_length_is_refused():
-    with pytest.raises(ConfigError, match="run.steps"):
+    with pytest.raises(ConfigError, match=r"run\.steps"):
         learning_rate_at(LearnerSettings(schedule="cosine"), 0, None)
 
 

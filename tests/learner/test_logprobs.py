@@ -1,0 +1,166 @@
+"""Log-probs of completion tokens against the plain full forward pass of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
+
+from learner import attention, logprobs
+from learner.logprobs import LogprobModel, ScoredRow, completion_logprobs, token_batch
+from learner.model import load_causal_lm
+from system.core.errors import ConfigError
+from system.core.model import ModelSettings
+
+
+def random_rows(count: int = 7, seed: int = 0, *, masked: bool = False) -> list[ScoredRow]:
+    generator = np.random.default_rng(seed)
+    rows = []
+    for _ in range(count):
+        length = int(generator.integers(1, 20))
+        wanted = generator.random(length) < 0.6 if masked else None
+        prompt = generator.integers(6, 262, generator.integers(1, 15))
+        rows.append(ScoredRow(prompt, generator.integers(6, 262, length), wanted))
+    return rows
+
+
+def plain_logprobs(model: torch.nn.Module, row: ScoredRow, temperature: float) -> torch.Tensor:
+    """One row, all positions, all of transformers: what everything else is held against."""
+    tokens = torch.tensor(np.concatenate([row.prompt_tokens, row.completion_tokens])[None])
+    logits = model(input_ids=tokens, use_cache=False).logits[0].float() / temperature
+    predicted = torch.log_softmax(logits, dim=-1)[len(row.prompt_tokens) - 1 : -1]
+    return predicted.gather(1, torch.tensor(row.completion_tokens)[:, None])[:, 0]
+
+
+@pytest.fixture(scope="module", params=["tiny_llama", "tied_llama"])
+def folder(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(request.param)
+
+
+def load(folder: Path, temperature: float = 1.0, dtype: str = "float32") -> LogprobModel:
+    return LogprobModel(load_causal_lm(ModelSettings(path=str(folder), dtype=dtype)), temperature)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_padded_rows_have_the_logprobs_of_each_row_alone(folder, temperature):
+    model, rows = load(folder, temperature), random_rows()
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    answers = completion_logprobs(model, rows, budget_tokens=60)
+    with torch.no_grad():
+        for row, answer in zip(rows, answers, strict=True):
+            assert answer.dtype == np.float32
+            np.testing.assert_allclose(answer, plain_logprobs(plain, row, temperature).numpy(), atol=1e-5)
+
+
+def test_gradients_are_those_of_the_plain_forward_pass(folder):
+    model, rows = load(folder, 0.6), random_rows(masked=True)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    batch = token_batch(rows)
+    weights = torch.linspace(-1.0, 1.0, len(batch.target))
+    (model(batch) * weights).sum().backward()
+    whole = torch.cat([plain_logprobs(plain, row, 0.6)[torch.tensor(row.wanted)] for row in rows])
+    (whole * weights).sum().backward()
+    for (name, ours), theirs in zip(model.causal_lm.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_logits_too_large_to_keep_are_computed_again_with_the_same_gradients(folder, monkeypatch):
+    batch = token_batch(random_rows())
+    kept, again = load(folder), load(folder)
+    kept(batch).sum().backward()
+    monkeypatch.setattr(logprobs, "KEPT_LOGITS_BYTES", 320 * 4 * 5)
+    monkeypatch.setattr(logprobs, "SOFTMAX_CHUNK_BYTES", {"cpu": 320 * 4 * 2})
+    again(batch).sum().backward()
+    for ours, theirs in zip(again.parameters(), kept.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_that_are_not_wanted_have_no_logprob_and_no_gradient(folder):
+    model = load(folder)
+    row = ScoredRow(np.array([7, 8]), np.array([9, 10, 11, 12]), np.array([True, False, False, True]))
+    batch = token_batch([row])
+    assert batch.column.tolist() == [0, 3]
+    padded = batch.padded(model(batch))
+    assert padded.shape == (1, 4)
+    assert padded[0, 1:3].tolist() == [0.0, 0.0]
+    assert (padded[0, [0, 3]] < 0).all()
+
+
+def test_the_token_softmax_has_the_exact_gradient():
+    logits = torch.randn(5, 11, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(0, 11, (5,))
+    assert torch.autograd.gradcheck(lambda values: logprobs._TokenLogprobs.apply(values, target, 0.7), (logits,))
+
+
+def test_a_row_without_a_prompt_is_refused():
+    with pytest.raises(ValueError, match="without prompt tokens"):
+        token_batch([ScoredRow(np.array([], np.int64), np.array([5]))])
+
+
+@pytest.mark.parametrize("length", [2, 60, attention.SHORT_ROW_TOKENS, attention.SHORT_ROW_TOKENS + 1])
+def test_short_bfloat16_attention_agrees_with_the_fused_kernel(length):
+    query, key, value = (torch.randn(2, heads, length, 32).bfloat16() for heads in (4, 2, 2))
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    ours, _ = attention.attend(module, query, key, value, None)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(ours.double(), exact.transpose(1, 2), atol=2e-2, rtol=2e-2)
+
+
+def test_bfloat16_logprobs_are_near_the_float32_ones(folder):
+    rows = random_rows()
+    exact = np.concatenate(completion_logprobs(load(folder), rows, 1000))
+    half = np.concatenate(completion_logprobs(load(folder, dtype="bfloat16"), rows, 1000))
+    assert np.abs(exact - half).mean() < 0.1
+
+
+def test_a_soft_cap_on_the_logits_is_applied(tmp_path):
+    config = Gemma3TextConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, sliding_window=8, final_logit_softcapping=2.0, initializer_range=0.3,
+    )  # fmt: skip
+    Gemma3ForCausalLM(config).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    model.check_head()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    rows = random_rows()
+    with torch.no_grad():
+        for row, answer in zip(rows, completion_logprobs(model, rows, 100), strict=True):
+            np.testing.assert_allclose(answer, plain_logprobs(plain, row, 1.0).numpy(), atol=1e-5)
+
+
+def test_a_head_that_does_more_than_is_known_is_refused(tiny_llama):
+    model = load(tiny_llama)
+    model.causal_lm.lm_head.register_forward_hook(lambda module, inputs, output: output * 1.0)
+    model.check_head()
+    model._logit_scale = 0.5
+    with pytest.raises(ConfigError, match="llama"):
+        model.check_head()
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="is not a folder"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        load(tmp_path)
+
+
+def test_weights_that_are_missing_are_not_made_up(tiny_llama, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
+    weights = load_file(tiny_llama / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="up_proj"):
+        load(tmp_path)
+
+
+def test_an_impossible_temperature_is_refused(tiny_llama):
+    with pytest.raises(ConfigError, match="temperature"):
+        load(tiny_llama, 0.0)

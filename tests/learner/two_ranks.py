@@ -1,0 +1,78 @@
+"""One of two gloo ranks: trains the same groups under every ZeRO stage, writes the weights. Run by test_two_ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from learner.rank import LearnerPlan, LearnerRank
+from learner.settings import LearnerSettings
+from learner.world import Meeting
+from system.core.model import ModelSettings
+from system.core.records import Group
+from tests.learner.conftest import make_groups
+
+STAGES = (0, 1, 2, 3)
+STEPS = 3
+
+
+def plan(folder: Path, zero: int) -> LearnerPlan:
+    settings = LearnerSettings(
+        learning_rate=1e-3, epsilon=1e-4, threads=1, zero=zero, workers=2, tokens_per_microbatch=40,
+        minibatches_per_step=2, collective_timeout_s=60.0, checkpoint_deadline_s=60.0,
+    )  # fmt: skip
+    return LearnerPlan(
+        ModelSettings(path=str(folder), dtype="float32"), settings, {"name": "grpo", "kl_coefficient": 0.1}
+    )
+
+
+def share(step: int, rank: int | None) -> list[Group]:
+    """Rank's rows of a step; groups are cut, and in the last step rank 1 has none at all."""
+    groups = make_groups(seed=step)
+    if rank is None or step == STEPS - 1:
+        return groups if rank != 1 else []
+    first, *others = groups
+    cut = [Group(first.rows[:1]), *others[:1]] if rank == 0 else [Group(first.rows[1:]), *others[1:]]
+    return cut
+
+
+def weights_of(rank: LearnerRank) -> dict[str, torch.Tensor]:
+    source = rank.weight_source()
+    names = [info.name for info in source.parameters()]
+    weights = {name: tensor.clone() for name, tensor in zip(names, source.gather(names), strict=True)}
+    source.release()
+    return weights
+
+
+def main(rank_number: int, folder: Path, out: Path) -> None:
+    meeting = None
+    for zero in STAGES:
+        rank = LearnerRank(plan(folder, zero), rank_number, 2)
+        if meeting is None and rank_number == 0:
+            meeting = rank.meeting()
+            (out / "port.tmp").write_text(str(meeting.port))
+            (out / "port.tmp").rename(out / "port")
+        elif meeting is None:
+            meeting = Meeting("127.0.0.1", int((out / "port").read_text()))
+        rank.setup(meeting)
+        reports = [rank.step(share(step, rank_number), step, step) for step in range(STEPS)]
+        weights = weights_of(rank)
+        rank.save(out / f"checkpoint-{zero}")
+        rank.step(share(0, rank_number), STEPS, STEPS)
+        rank.load(out / f"checkpoint-{zero}")
+        again = weights_of(rank)
+        assert all(torch.equal(again[name], weights[name]) for name in weights)
+        rank.save_hf(out / f"hf-{zero}")
+        if rank_number == 0:
+            torch.save(weights, out / f"weights-{zero}.pt")
+            facts = [(report.loss, report.grad_norm, report.completion_tokens, report.updates) for report in reports]
+            (out / f"reports-{zero}.json").write_text(json.dumps([facts, sorted(reports[0].metrics.items())]))
+        rank.engine.close()
+    rank.world.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))
