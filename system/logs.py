@@ -13,7 +13,8 @@ import warnings
 from pathlib import Path
 
 QUIET_ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -23,6 +24,9 @@ QUIET_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 """Set unless the user set them: what these libraries say at start is theirs, not news of the run."""
+
+LOG_FOLDER_VARIABLE, ROLE_VARIABLE = "TRIPTYCH_LOG_FOLDER", "TRIPTYCH_ROLE"
+"""How an actor's process learns where its log lines go."""
 
 
 def quiet_libraries() -> None:
@@ -52,3 +56,11 @@ def configure_logging(role: str, folder: Path | None, to_stderr: bool) -> loggin
         to_terminal.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(to_terminal)
     return logger
+
+
+def configure_role() -> None:
+    """Ray calls this in an actor's process before the actor is made: our lines of this role go to its own file."""
+    if ROLE_VARIABLE not in os.environ:
+        return
+    quiet_libraries()
+    configure_logging(os.environ[ROLE_VARIABLE], Path(os.environ[LOG_FOLDER_VARIABLE]), to_stderr=False)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 from system.core.errors import InfrastructureError
+from system.logs import configure_role
 
 LOOPBACK = "127.0.0.2"
 CONNECT_DEADLINE_S = 10.0
@@ -20,19 +22,21 @@ OBJECT_STORE_BYTES = 512 * 1024 * 1024
 """Groups of rollouts pass through it, weights do not."""
 
 
-def start(namespace: str, token_file: Path) -> str:
+def start(namespace: str) -> str:
     """Starts or joins Ray; returns the address that ``run status`` and ``run stop`` connect to.
 
-    A local cluster listens on loopback and asks for the token in ``token_file`` (the run's own, mode 0600).
+    A local cluster listens on loopback and asks for the run's own token; call ``use_token`` before Ray is imported.
     """
-    quiet: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
+    quiet: dict[str, Any] = {
+        "namespace": namespace, "log_to_driver": False, "logging_level": "ERROR",
+        "runtime_env": {"worker_process_setup_hook": configure_role},
+    }  # fmt: skip
     try:
-        if os.environ.get("RAY_ADDRESS"):
+        if not is_local():
             import ray
 
             context = ray.init(address="auto", **quiet)
         else:
-            _use_token(token_file)
             import ray
 
             context = ray.init(
@@ -60,7 +64,7 @@ def join(address: str, namespace: str, token_file: Path) -> None:
         raise InfrastructureError(f"no Ray cluster at {address}: {failure}") from None
     node = {}
     if host == LOOPBACK:
-        _use_token(token_file)
+        use_token(token_file)
         node["_node_ip_address"] = LOOPBACK
     import ray
 
@@ -70,11 +74,21 @@ def join(address: str, namespace: str, token_file: Path) -> None:
         raise InfrastructureError(f"the Ray cluster at {address} does not answer: {failure}") from failure
 
 
-def _use_token(token_file: Path) -> None:
-    """Ray reads these when it is first imported, in this process and in those it starts."""
+def use_token(token_file: Path) -> None:
+    """A local cluster of this process, or joined by it, has the token in ``token_file`` (mode 0600).
+
+    Ray reads its authentication mode when it is first imported, so nothing may have imported it yet.
+    """
+    if "ray" in sys.modules:
+        raise RuntimeError("Ray was imported before its token was chosen")
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_file)
     os.environ["RAY_gcs_server_request_timeout_seconds"] = str(int(CONNECT_DEADLINE_S))  # noqa: SIM112
+
+
+def is_local() -> bool:
+    """Whether ``start`` will start a cluster of its own."""
+    return not os.environ.get("RAY_ADDRESS")
 
 
 def leave() -> None:

@@ -130,9 +130,10 @@ async def train(
         updates = int(at.totals.get("updates", 0))
         line_started_s = time.monotonic()
         checkpoint_s = 0.0
+        busy_mark = await parts.rollouts.activity()
         for step in range(at.step, recipe.run.steps):
             incarnation = folder.read().incarnation
-            busy_before = await parts.rollouts.activity()
+            busy_asked = await parts.rollouts.activity()
             taken, waited_s = await _take(parts, recipe, at.version, stop)
             busy_taken = await parts.rollouts.activity()
             if taken is None:
@@ -145,19 +146,19 @@ async def train(
 
             consumed_at, version = at.version, _next_version(folder)
             synced = await _publish(parts, folder, version) if stop.reason is None else None
+            busy_before, busy_mark = busy_mark, await parts.rollouts.activity()
             await parts.stream.commit(version)
             at = replace(at, step=step + 1, version=version, totals={"updates": updates})
 
             now_s = time.monotonic()
-            busy_after = await parts.rollouts.activity()
             times = StepTimes(
                 step_s=now_s - line_started_s,
                 learner_wait_s=waited_s,
                 learn_s=report.learn_s,
                 sync_s=synced.sync_s if synced else 0.0,
                 checkpoint_s=checkpoint_s,
-                busy=_difference(busy_after, busy_before),
-                busy_while_waiting=_difference(busy_taken, busy_before),
+                busy=_difference(busy_mark, busy_before),
+                busy_while_waiting=_difference(busy_taken, busy_asked),
             )
             line = step_metrics(
                 step=step,

@@ -1,4 +1,4 @@
-"""What a finished run says to whoever started it: how the reward moved, samples from before and after, where all lies."""
+"""What a finished run says to whoever started it: how the reward moved, samples, and where everything lies."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
+from system import ray_session
 from system.core.errors import ConfigError, Interrupted, Preempted, TriptychError
 from system.logs import configure_logging, quiet_libraries
 from system.run_folder import RunFolder, RunRecord, is_alive, write_atomically
@@ -57,7 +58,7 @@ def run_training(path: Path, overrides: list[str], *, dry_run: bool, assume_gpus
             "%s: %s of %d steps, run folder %s", recipe.run.name, _start_or_go_on(record), recipe.run.steps, folder.path
         )
         try:
-            asyncio.run(_run(recipe, folder, record, local))
+            asyncio.run(_run(recipe, plan, folder, record, local))
         except BaseException as ending:
             state = ENDINGS.get(type(ending), "failed")  # type: ignore[arg-type]
             folder.update(state=state, error=f"{type(ending).__name__}: {ending}", finished_unix_s=time.time())
@@ -66,7 +67,7 @@ def run_training(path: Path, overrides: list[str], *, dry_run: bool, assume_gpus
     _summary(folder)
 
 
-async def _run(recipe: Any, folder: RunFolder, record: RunRecord, local: bool) -> None:
+async def _run(recipe: Any, plan: Any, folder: RunFolder, record: RunRecord, local: bool) -> None:
     from system.checkpoint import CheckpointStore
     from system.progress import Progress
     from system.run import StopRequest, train
@@ -74,13 +75,15 @@ async def _run(recipe: Any, folder: RunFolder, record: RunRecord, local: bool) -
     if local:
         from system.local import open_parts
     else:
+        if ray_session.is_local():
+            ray_session.use_token(folder.token_file)
         from system.cluster import open_parts
 
     stop = StopRequest()
     _end_on_signals(stop, asyncio.current_task())
     store = CheckpointStore(folder.checkpoints, recipe.run.keep)
     try:
-        async with open_parts(recipe, folder, record) as parts, Progress(recipe.run.steps) as progress:
+        async with open_parts(recipe, plan, folder, record) as parts, Progress(recipe.run.steps) as progress:
             stop.learning = True
             async with _watched(folder, parts, progress, stop):
                 await train(parts, recipe, folder, progress, stop, store)

@@ -1,4 +1,4 @@
-"""The record of what was sampled: one row per completion (per segment of a trajectory), one Arrow record batch per group.
+"""The record of what was sampled: one row per completion (per segment), one Arrow record batch per group.
 
 The same bytes cross the stream and are written to Parquet. Lengths and dtypes are checked when a row is made, so
 nothing downstream checks them again. A null reward means "could not be scored"; 0 never stands in its place.

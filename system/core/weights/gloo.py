@@ -112,5 +112,6 @@ def _address_towards(endpoint: Endpoint) -> str:
 
 
 def _first_line(failure: BaseException) -> str:
+    """What gloo says, without its source location and its advice."""
     text = str(failure).strip() or type(failure).__name__
-    return text.splitlines()[0].split("] ", 1)[-1]
+    return text.splitlines()[0].split("] ", 1)[-1].split(". This is typically", 1)[0]

@@ -1,0 +1,104 @@
+"""What ``system/cluster.py`` and ``system/local.py`` share in putting a run together.
+
+The rooms know nothing of each other; here the learner pool gets the shape that the loop and the weight sync ask for,
+and factories carry one room's behaviour into another's process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from learner.pool import LearnerPool
+from learner.rank import LearnerPlan, StepReport
+from system.core.protocols import Prompt
+from system.core.records import Group
+from system.core.weights.wire import Endpoint, Manifest
+from system.ledger_facts import LedgerLimits
+from system.recipe import Plan, Recipe
+from system.run_folder import RunRecord
+from system.sync import ProbeLimit
+
+PROBE_TOKENS = 48
+LEARNER_FOLDER, MODEL_FOLDER = "learner", "hf"
+
+
+class LearnerPart:
+    """The learner pool as the loop (``step``, ``save``, ``load``) and the weight sync see it."""
+
+    def __init__(self, pool: LearnerPool, backend: str, address: str) -> None:
+        self.pool = pool
+        self._backend: Any = backend
+        self._address = address
+
+    async def step(self, groups: Sequence[bytes], step: int, version: int) -> StepReport:
+        return await self.pool.step([Group.from_bytes(payload) for payload in groups], step, version)
+
+    async def save(self, folder: Path) -> None:
+        """All that a resume needs, and the policy as a plain Hugging Face folder."""
+        await self.pool.save(folder / LEARNER_FOLDER)
+        await self.pool.save_hf(folder / MODEL_FOLDER)
+
+    async def load(self, folder: Path) -> None:
+        await self.pool.load(folder / LEARNER_FOLDER)
+
+    async def open_transfer(self, deadline_s: float) -> Endpoint:
+        return await self.pool.open_transfer(deadline_s, self._backend, self._address)
+
+    async def connect_transfer(self, world_size: int, deadline_s: float) -> None:
+        await self.pool.connect_transfer(world_size, deadline_s)
+
+    async def manifest(self, version: int, bucket_bytes: int) -> Manifest:
+        return await self.pool.weight_manifest(version, bucket_bytes)
+
+    async def send_weights(self, manifest: Manifest, deadline_s: float) -> None:
+        await self.pool.send_weights(manifest, deadline_s)
+
+    async def close_transfer(self) -> None:
+        await self.pool.close_transfer()
+
+    async def probe(self, tokens: Sequence[int]) -> list[float]:
+        return await self.pool.probe(tokens)
+
+
+def learner_plan(recipe: Recipe, plan: Plan) -> LearnerPlan:
+    """What every learner rank is made of."""
+    updates = recipe.run.steps * recipe.learner.epochs_per_step * recipe.learner.minibatches_per_step
+    objective = recipe.objective
+    return LearnerPlan(
+        model=recipe.model,
+        learner=recipe.learner.model_copy(update={"threads": plan.placement.learner_threads}),
+        objective={"name": objective.name, "file": objective.file, **objective.options},
+        temperature=recipe.rollout.temperature,
+        total_updates=updates,
+    )
+
+
+def ledger_limits(recipe: Recipe) -> LedgerLimits:
+    """The stream's rules for this recipe."""
+    return LedgerLimits(
+        groups_per_step=recipe.stream.groups_per_step,
+        max_staleness=recipe.stream.max_staleness,
+        deadline_s=recipe.rollout.deadline_s,
+        attempts=recipe.rollout.attempts,
+        refill_limit=recipe.stream.refill_limit,
+        refill_zero_signal=recipe.objective.options.get("zero_variance") == "refill",
+        steps=recipe.run.steps,
+    )
+
+
+def probe_tokens(recipe: Recipe, prompts: Callable[[int], Prompt]) -> list[int] | None:
+    """The run's first prompts, up to ``PROBE_TOKENS`` tokens; None when the recipe wants no probe."""
+    if not recipe.sync.probe:
+        return None
+    tokens: list[int] = []
+    position = 0
+    while len(tokens) < PROBE_TOKENS and position < PROBE_TOKENS:
+        tokens.extend(prompts(position).tokens)
+        position += 1
+    return tokens[:PROBE_TOKENS]
+
+
+def probe_limit(recipe: Recipe, record: RunRecord) -> ProbeLimit:
+    return ProbeLimit(float32=recipe.model.dtype == "float32", yardstick=record.probe_yardstick)
