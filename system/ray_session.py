@@ -77,12 +77,14 @@ def join(address: str, namespace: str, token_file: Path) -> None:
 def use_token(token_file: Path) -> None:
     """A local cluster of this process, or joined by it, has the token in ``token_file`` (mode 0600).
 
-    Ray reads its authentication mode when it is first imported, so nothing may have imported it yet.
+    Ray reads its authentication mode when it is first imported, so nothing may have imported it yet. Its workers,
+    which do all the work of the run, get the priority of this process instead of Ray's niceness of 15.
     """
     if "ray" in sys.modules:
         raise RuntimeError("Ray was imported before its token was chosen")
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_file)
+    os.environ.setdefault("RAY_worker_niceness", "0")  # noqa: SIM112
     os.environ["RAY_gcs_server_request_timeout_seconds"] = str(int(CONNECT_DEADLINE_S))  # noqa: SIM112
 
 

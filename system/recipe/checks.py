@@ -43,9 +43,8 @@ def check_recipe(recipe: Recipe, *, assume_gpus: int | None = None, local: bool 
         local: one process without Ray.
 
     Raises:
-        ConfigError: keys contradict each other, the model or the objective.
+        ConfigError: keys contradict each other, the model, the objective or the machine.
         DataError: a data source cannot give prompts.
-        PlacementInfeasible: the machine cannot hold the roles.
     """
     prepare_environment(None)
     model = read_model(recipe.model.path)

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from system.core.errors import ConfigError, PlacementInfeasible
+from system.core.errors import ConfigError
 from system.recipe.model_facts import ModelFacts
 from system.recipe.settings import Recipe
 
@@ -96,8 +96,8 @@ def place(recipe: Recipe, model: ModelFacts, machine: Machine, *, needs_referenc
     """Resolves what ``placement:`` leaves open.
 
     Raises:
-        PlacementInfeasible: more GPUs are asked for than there are, or more memory than the machine has.
-        ConfigError: the keys contradict each other.
+        ConfigError: more GPUs are asked for than there are, more memory than the machine has, or the keys contradict
+            each other.
     """
     wanted, threads = recipe.placement, recipe.placement.threads
     own = 1 if machine.gpus else 0
@@ -142,7 +142,7 @@ def place(recipe: Recipe, model: ModelFacts, machine: Machine, *, needs_referenc
     )  # fmt: skip
     placement = Placement(
         rollout_gpus, learner_gpus, reference_gpus, engine_cores, learner_threads, reference_threads,
-        _backend(recipe, rollout_gpus, learner_gpus), roles,
+        _backend(recipe), roles,
     )  # fmt: skip
     _check_fits(placement, machine)
     return placement
@@ -193,7 +193,7 @@ def _check_fits(placement: Placement, machine: Machine) -> None:
     if placement.gpus > machine.gpus:
         listed = ", ".join(f"{role.processes} x {role.gpus_each} for {role.role}s" for role in asked)
         there = "assumed" if machine.assumed else "on this machine"
-        raise PlacementInfeasible(
+        raise ConfigError(
             f"placement: {placement.gpus} GPUs are asked for ({listed}), GPUs {there}: {machine.gpus}. "
             "Lower the numbers of workers, or set placement.gpus_per_..._worker to 0 for roles without a GPU"
         )
@@ -203,21 +203,19 @@ def _check_fits(placement: Placement, machine: Machine) -> None:
         listed = ", ".join(
             f"{role.processes} x {(role.memory_bytes or 0) / 1e9:.1f} GB for {role.role}s" for role in on_cpu
         )
-        raise PlacementInfeasible(
+        raise ConfigError(
             f"placement: about {needed / 1e9:.1f} GB of memory are needed ({listed}), this machine has "
             f"{machine.memory_bytes / 1e9:.1f} GB. Lower the numbers of workers, rollout.kv_cache_bytes or "
             "learner.tokens_per_microbatch"
         )
 
 
-def _backend(recipe: Recipe, rollout_gpus: int, learner_gpus: int) -> str:
-    on_gpus = rollout_gpus > 0 and learner_gpus > 0
+def _backend(recipe: Recipe) -> str:
     backend = recipe.sync.backend
-    if backend == "auto":
-        return "nccl_checked" if on_gpus else "gloo"
-    if backend != "gloo" and not on_gpus:
-        raise ConfigError(f"sync.backend: {backend} needs GPUs for rollout workers and learners; use auto or gloo")
-    return backend
+    if backend in ("nccl_checked", "nccl"):
+        raise ConfigError(f"sync.backend: {backend} is not yet available; use auto or gloo, which also reaches GPUs")
+    return "gloo"
+
 
 
 def _agreed(role: str, own: int | None, placed: int | None) -> int | None:

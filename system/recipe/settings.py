@@ -59,7 +59,7 @@ class SyncSettings(Settings):
     """How new weights reach the engines."""
 
     backend: Literal["auto", "gloo", "nccl_checked", "nccl"] = "auto"
-    """auto: ``nccl_checked`` where all roles have GPUs, else ``gloo``. ``nccl`` is vLLM's own and verifies nothing."""
+    """auto: ``gloo``, which reaches engines on CPUs and GPUs; the others are not yet available."""
     deadline_s: float = Field(default=60.0, gt=0)
     """Longest time for one weight sync."""
     bucket_bytes: int = Field(default=32 * 2**20, ge=1)
