@@ -66,10 +66,8 @@ class RolloutActor:
             clock=RealClock(),
         )
 
-    async def start(self) -> int:
-        """Starts the engine; returns this process's id."""
+    async def start(self) -> None:
         await self._engine.start(self._plan.rollout.start_deadline_s)
-        return os.getpid()
 
     async def run(self) -> None:
         await self._worker.run()
@@ -104,6 +102,9 @@ class RolloutActor:
     async def status(self) -> WorkerStatus:
         return self._worker.status()
 
+    async def pid(self) -> int:
+        return os.getpid()
+
     async def close(self) -> None:
         """Ends ``run``, the scorer and every process of the engine."""
         await self._worker.stop()
@@ -125,8 +126,8 @@ class RolloutClient:
         self.name = name
         self.actor = actor
 
-    async def start(self, deadline_s: float) -> int:
-        return await self._call(self.actor.start.remote(), deadline_s, "start")
+    async def start(self, deadline_s: float) -> None:
+        await self._call(self.actor.start.remote(), deadline_s, "start")
 
     async def run(self) -> None:
         """As long as the worker serves: returns after ``close``, or raises what the worker failed with."""
@@ -165,6 +166,10 @@ class RolloutClient:
 
     async def status(self) -> WorkerStatus:
         return await self._call(self.actor.status.remote(), CONTROL_DEADLINE_S, "status")
+
+    async def pid(self) -> int:
+        """Process id on the worker's node; the engine's processes are its children."""
+        return await self._call(self.actor.pid.remote(), CONTROL_DEADLINE_S, "pid")
 
     async def close(self) -> None:
         await self._call(self.actor.close.remote(), CONTROL_DEADLINE_S, "close")

@@ -199,16 +199,17 @@ class RolloutWorker:
             leases = await self._or_end(self._stream.lease(self.name, self.room()), "lease")
             for lease in leases or ():
                 task = asyncio.create_task(self._serve(lease), name=f"group {lease.group_id}")
+                self._requests += lease.group_size
                 self._groups.add(task)
-                task.add_done_callback(self._ended)
+                task.add_done_callback(self._group_ended)
         finally:
             self._leasing = False
             self._changed.set()
         if leases == []:
-            await self._clock.sleep_s(EMPTY_LEASE_PAUSE_S)
+            await self._or_end(self._clock.sleep_s(EMPTY_LEASE_PAUSE_S), "pause")
 
     async def _or_end(self, call: Awaitable[T], what: str) -> T | None:
-        """The stream's answer, or None as soon as this worker failed or stopped."""
+        """What ``call`` answers, or None as soon as this worker failed or stopped."""
         asking = asyncio.ensure_future(within(call, STREAM_DEADLINE_S, f"{self.name}: {what}", InfrastructureError))
         ending = asyncio.ensure_future(self._until(lambda: self._state == "stopped" or self._failure is not None))
         try:
@@ -241,6 +242,8 @@ class RolloutWorker:
 
     async def _generate(self, lease: Lease, end_s: float) -> list[Completion]:
         tasks = [asyncio.create_task(self._complete(lease, index)) for index in range(lease.group_size)]
+        for task in tasks:
+            task.add_done_callback(self._request_ended)
         try:
             return list(await self._by(end_s, asyncio.gather(*tasks), "generation"))
         except PastDeadline:
@@ -253,27 +256,23 @@ class RolloutWorker:
     async def _complete(self, lease: Lease, trajectory_id: int) -> Completion:
         """One completion, tried again while its engine lives and attempts remain."""
         seed = request_seed(self._run_seed, lease.group_id, trajectory_id)
-        self._requests += 1
-        try:
-            with self._during("generate"):
-                for retries in range(self._settings.attempts):
-                    request_id = f"{lease.group_id}.{lease.incarnation}.{lease.attempt}.{trajectory_id}.{retries}"
-                    try:
-                        output = await self._engine.generate(
-                            lease.prompt.tokens, seed, self._settings.max_tokens, request_id
-                        )
-                    except GenerationFailed as failure:
-                        self._note(failure)
-                        if retries + 1 == self._settings.attempts:
-                            raise
-                    else:
-                        self._completions += 1
-                        self._completion_tokens += len(output.tokens)
-                        return Completion(trajectory_id, seed, retries, output)
-            raise AssertionError("attempts is at least 1")
-        finally:
-            self._requests -= 1
-            self._changed.set()
+        retries = 0
+        with self._during("generate"):
+            while True:
+                request_id = f"{lease.group_id}.{lease.incarnation}.{lease.attempt}.{trajectory_id}.{retries}"
+                try:
+                    output = await self._engine.generate(
+                        lease.prompt.tokens, seed, self._settings.max_tokens, request_id
+                    )
+                except GenerationFailed as failure:
+                    self._note(failure)
+                    retries += 1
+                    if retries == self._settings.attempts:
+                        raise
+                else:
+                    self._completions += 1
+                    self._completion_tokens += len(output.tokens)
+                    return Completion(trajectory_id, seed, retries, output)
 
     async def _score(self, request: Any) -> list[Score]:
         if self._scorer is None:
@@ -349,7 +348,11 @@ class RolloutWorker:
             await self.isolate()
             raise
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _request_ended(self, task: asyncio.Task[Completion]) -> None:
+        self._requests -= 1
+        self._changed.set()
+
+    def _group_ended(self, task: asyncio.Task[None]) -> None:
         self._groups.discard(task)
         if not task.cancelled() and task.exception() is not None and self._failure is None:
             self._failure = task.exception()
