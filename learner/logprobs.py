@@ -174,7 +174,7 @@ def completion_logprobs(
     """Log-probs without gradient of every row's completion tokens, float32 of completion length, 0 where not wanted."""
     device = next(model.parameters()).device
     answers: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
-    for members in pack_rows([PackItem(row.tokens, index) for index, row in enumerate(rows)], budget_tokens):
+    for members in pack_rows([PackItem(row.tokens, index, 0) for index, row in enumerate(rows)], budget_tokens):
         batch = token_batch([rows[index] for index in members], device)
         with torch.no_grad():
             padded = batch.padded(model(batch, temperature)).cpu().numpy()

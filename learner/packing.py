@@ -7,17 +7,18 @@ Invariants: every item is in exactly one micro-batch and on exactly one rank; th
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 
 @dataclass(frozen=True)
 class PackItem:
-    """A row to place: the number of its tokens (prompt and completion), and the group it belongs to."""
+    """A row to place: the number of its tokens (prompt and completion), and what it belongs to."""
 
     tokens: int
     group: Hashable
+    trajectory: Hashable
+    """Within the group; its rows share one ratio in some objectives, so they are cut only when they must be."""
 
 
 def pack_rows(items: Sequence[PackItem], budget_tokens: int, keep_groups: bool = False) -> list[list[int]]:
@@ -25,12 +26,10 @@ def pack_rows(items: Sequence[PackItem], budget_tokens: int, keep_groups: bool =
 
     Args:
         budget_tokens: most tokens of one micro-batch, padding included; a longer row goes alone.
-        keep_groups: place whole groups where a group fits the budget; a larger one is packed row by row.
+        keep_groups: place whole groups, not just whole trajectories. What does not fit the budget is packed row by row.
     """
-    if not keep_groups:
-        return _first_fit([[index] for index in range(len(items))], items, budget_tokens)
     units: list[list[int]] = []
-    for members in _by_group(items):
+    for members in _together(items, _group if keep_groups else _trajectory):
         fits = len(members) * max(items[index].tokens for index in members) <= budget_tokens
         units.extend([members] if fits else [[index] for index in members])
     return _first_fit(units, items, budget_tokens)
@@ -39,17 +38,17 @@ def pack_rows(items: Sequence[PackItem], budget_tokens: int, keep_groups: bool =
 def spread_over_ranks(items: Sequence[PackItem], ranks: int, tolerance: float = 0.1) -> list[list[int]]:
     """Row indices of each rank: longest group first to the least loaded rank, cost in tokens.
 
-    Groups stay together while the heaviest rank stays within ``1 + tolerance`` of the even share; otherwise rows are
-    placed one by one (coefficients do not depend on the cut).
+    Groups stay together while the heaviest rank stays within ``1 + tolerance`` of the even share; otherwise
+    trajectories are placed one by one (coefficients do not depend on the cut).
     """
     if ranks == 1:
         return [list(range(len(items)))]
-    whole = _least_loaded(_by_group(items), items, ranks)
+    whole = _least_loaded(_together(items, _group), items, ranks)
     even_share = sum(item.tokens for item in items) / ranks
     heaviest = max(sum(items[index].tokens for index in rank) for rank in whole)
     if heaviest <= even_share * (1.0 + tolerance):
         return whole
-    single = _least_loaded([[index] for index in range(len(items))], items, ranks)
+    single = _least_loaded(_together(items, _trajectory), items, ranks)
     heaviest_single = max(sum(items[index].tokens for index in rank) for rank in single)
     return single if heaviest_single < heaviest else whole
 
@@ -61,12 +60,20 @@ def split_in_order(group_ids: Sequence[int], parts: int) -> list[list[int]]:
     return [ordered[len(ordered) * part // parts : len(ordered) * (part + 1) // parts] for part in range(parts)]
 
 
-def _by_group(items: Sequence[PackItem]) -> list[list[int]]:
-    first_seen: dict[Hashable, int] = {}
-    for item in items:
-        first_seen.setdefault(item.group, len(first_seen))
-    order = sorted(range(len(items)), key=lambda index: (first_seen[items[index].group], index))
-    return [list(members) for _, members in groupby(order, key=lambda index: first_seen[items[index].group])]
+def _group(item: PackItem) -> Hashable:
+    return item.group
+
+
+def _trajectory(item: PackItem) -> Hashable:
+    return item.group, item.trajectory
+
+
+def _together(items: Sequence[PackItem], key: Callable[[PackItem], Hashable]) -> list[list[int]]:
+    """Indices of items with equal keys, in order of first appearance."""
+    members: dict[Hashable, list[int]] = {}
+    for index, item in enumerate(items):
+        members.setdefault(key(item), []).append(index)
+    return list(members.values())
 
 
 def _first_fit(units: list[list[int]], items: Sequence[PackItem], budget_tokens: int) -> list[list[int]]:

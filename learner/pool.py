@@ -197,7 +197,7 @@ def share_rows(groups: Sequence[Group], ranks: int, minibatches: int) -> list[li
         for silent in (False, True):
             rows = [row for group_id in group_ids for row in by_id[group_id].rows]
             rows = [row for row in rows if by_id[row.group_id].has_zero_signal() == silent]
-            items = [PackItem(_cost_tokens(row), row.group_id) for row in rows]
+            items = [PackItem(_cost_tokens(row), row.group_id, row.trajectory_id) for row in rows]
             for rank, indices in enumerate(spread_over_ranks(items, ranks) if rows else []):
                 shares[rank].extend(_as_groups([rows[index] for index in indices]))
     return shares

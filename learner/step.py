@@ -95,7 +95,7 @@ class StepRunner:
                 if line.row.reference_logprobs is None:
                     raise ConfigError(
                         f"group {line.row.group_id}: no reference log-probs, which objective {self.objective.name} "
-                        "needs with these options; set reference.workers to 1 or more"
+                        "needs with these options; sample with a reference worker, or set objective.kl_coefficient to 0"
                     )
         return lines
 
@@ -215,7 +215,7 @@ class StepRunner:
         )
         first = sum(len(part) for part in parts[: self.world.rank])
         coefficients = [
-            result.coefficients[first + index, : line.row.length][torch.from_numpy(_known(line.row.loss_mask))]
+            result.coefficients[first + index, : line.row.length][torch.tensor(_known(line.row.loss_mask))]
             for index, line in enumerate(lines)
         ]
         if self.world.rank == 0:
@@ -255,7 +255,7 @@ class StepRunner:
         return token_batch([line.scored for line in lines] or [EMPTY_ROW], self.world.device)
 
     def _items(self, lines: Sequence[Line]) -> list[PackItem]:
-        return [PackItem(line.scored.tokens, line.row.group_id) for line in lines]
+        return [PackItem(line.scored.tokens, line.row.group_id, line.row.trajectory_id) for line in lines]
 
     def _rounds(self, microbatches: int) -> int:
         """Passes of one update: under ZeRO 2 and 3 each is collective, below only the last."""
@@ -328,7 +328,7 @@ def _padded(values: Sequence[np.ndarray], width: int) -> Tensor:
 
 def _with_gaps(values: Sequence[float | None], device: torch.device) -> Tensor:
     numbers = [math.nan if value is None else value for value in values]
-    return torch.tensor(numbers, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
 def _without_prompt(line: Line) -> Line:

@@ -64,3 +64,29 @@ def make_groups(count: int = 4, size: int = 4, seed: int = 0) -> list[Group]:
             rows.append(make_row(generator, group_id, trajectory, reward, length=length, reference_logprobs=reference))
         groups.append(Group(tuple(rows)))
     return groups
+
+
+SEQUENCE_VARIANCE = """
+import torch
+from learner.objectives import Objective
+
+
+class SequenceVariance(Objective):
+    '''A toy that mixes the trajectories of a group in its gradient: (log-prob minus the group's mean - advantage)^2.'''
+
+    name = "sequence_variance"
+    coupling = "group"
+
+    def loss(self, inputs):
+        trajectories = inputs.trajectories
+        sums = inputs.trajectory_sum(inputs.logprobs)
+        centred = sums - trajectories.group_mean(sums)[trajectories.groups]
+        return (centred - trajectories.advantages).square().sum() / inputs.denominators.groups
+"""
+
+
+def coupled_objective(folder: Path) -> dict[str, str]:
+    """A user's own objective, in a file, that couples the trajectories of a group."""
+    if not (folder / "own.py").exists():
+        (folder / "own.py").write_text(SEQUENCE_VARIANCE)
+    return {"name": "sequence_variance", "file": str(folder / "own.py")}

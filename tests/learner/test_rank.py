@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from learner.step import is_silent_at_zero_advantage
 from system.core.errors import CheckpointDamaged, ConfigError
 from system.core.model import ModelSettings
 from system.core.records import Group
-from tests.learner.conftest import make_groups, make_row
+from tests.learner.conftest import coupled_objective, make_groups, make_row
 from tests.learner.test_logprobs import plain_logprobs
 
 pytestmark = pytest.mark.engine
@@ -218,7 +220,7 @@ def test_kl_in_the_reward_is_taken_from_the_policy_at_the_start(tiny_llama):
 def test_missing_reference_logprobs_are_an_error_not_zeros(tiny_llama):
     generator = np.random.default_rng(0)
     rank = make_rank(tiny_llama, {"name": "grpo", "kl_coefficient": 0.1})
-    with pytest.raises(ConfigError, match=r"reference\.workers"):
+    with pytest.raises(ConfigError, match=r"kl_coefficient"):
         rank.step([Group(tuple(make_row(generator, 7, t, float(t)) for t in range(2)))], 0, 0)
     rank.close()
 
@@ -301,3 +303,22 @@ def test_the_learning_rate_of_each_update_is_the_schedules(tiny_llama):
     rates = [rank.step(make_groups(), step, step).learning_rate for step in range(5)]
     rank.close()
     np.testing.assert_allclose(rates, [2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
+
+
+def test_a_group_coupled_objective_learns_the_same_in_one_pass_and_in_two(tiny_llama, tmp_path):
+    objective = coupled_objective(tmp_path)
+    groups = make_groups()
+    one_pass = trained(tiny_llama, groups, 2, objective, tokens_per_microbatch=100_000)
+    by_group = trained(tiny_llama, groups, 2, objective, tokens_per_microbatch=80)
+    two_pass = trained(tiny_llama, groups, 2, objective, tokens_per_microbatch=20)
+    assert_same(one_pass, by_group, atol=1e-5)
+    assert_same(one_pass, two_pass, atol=1e-5)
+
+
+def test_a_single_rank_opens_no_port_beyond_loopback():
+    script = (
+        "import psutil, torch; from learner.world import World; World.open(0, 1, torch.device('cpu'), 30.0);"
+        "print([entry.laddr.ip for entry in psutil.Process().net_connections('inet') if entry.status == 'LISTEN'])"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert set(json.loads(found.stdout.replace("'", '"'))) <= {"127.0.0.1", "::1"}

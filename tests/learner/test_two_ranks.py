@@ -16,15 +16,18 @@ from safetensors.torch import load_file
 
 from learner.rank import LearnerRank
 from tests.learner import two_ranks
+from tests.learner.conftest import coupled_objective
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
+Learned = tuple[dict[str, torch.Tensor], list[tuple[float, float, int, int]]]
 REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def run_of_two(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("two")
+    coupled_objective(out)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     ranks: list[subprocess.Popen[bytes]] = []
     try:
@@ -46,8 +49,13 @@ def run_of_two(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_llama: Path) -> tuple[dict[str, torch.Tensor], list[tuple[float, float, int, int]]]:
-    rank = LearnerRank(two_ranks.plan(tiny_llama, 1))
+def alone(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Learned]:
+    out = tmp_path_factory.mktemp("one")
+    return {coupled: learn(tiny_llama, "coupled" if coupled else "1", out) for coupled in (False, True)}
+
+
+def learn(folder: Path, run: str, out: Path) -> Learned:
+    rank = LearnerRank(two_ranks.plan(folder, run, out))
     rank.setup()
     reports = [rank.step(two_ranks.share(step, None), step, step) for step in range(two_ranks.STEPS)]
     weights = two_ranks.weights_of(rank)
@@ -55,19 +63,19 @@ def alone(tiny_llama: Path) -> tuple[dict[str, torch.Tensor], list[tuple[float, 
     return weights, [(report.loss, report.grad_norm, report.completion_tokens, report.updates) for report in reports]
 
 
-@pytest.mark.parametrize("zero", two_ranks.STAGES)
-def test_two_ranks_learn_what_one_learns(run_of_two, alone, zero):
-    weights, facts = alone
-    found = torch.load(run_of_two / f"weights-{zero}.pt")
+@pytest.mark.parametrize("run", two_ranks.RUNS)
+def test_two_ranks_learn_what_one_learns(run_of_two, alone, run):
+    weights, facts = alone[run == "coupled"]
+    found = torch.load(run_of_two / f"weights-{run}.pt")
     for name, weight in weights.items():
         torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=0.0)
-    reported, _ = json.loads((run_of_two / f"reports-{zero}.json").read_text())
+    reported, _ = json.loads((run_of_two / f"reports-{run}.json").read_text())
     np.testing.assert_allclose(reported, facts, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("zero", two_ranks.STAGES)
-def test_the_folder_saved_by_two_ranks_holds_the_same_weights(run_of_two, zero):
-    weights = torch.load(run_of_two / f"weights-{zero}.pt")
-    on_disk = load_file(run_of_two / f"hf-{zero}" / "model.safetensors")
+@pytest.mark.parametrize("run", two_ranks.RUNS)
+def test_the_folder_saved_by_two_ranks_holds_the_same_weights(run_of_two, run):
+    weights = torch.load(run_of_two / f"weights-{run}.pt")
+    on_disk = load_file(run_of_two / f"hf-{run}" / "model.safetensors")
     assert on_disk.keys() == weights.keys()
     assert all(torch.equal(on_disk[name], weights[name]) for name in weights)

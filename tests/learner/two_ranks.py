@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 
 from learner.rank import LearnerPlan, LearnerRank
@@ -13,20 +14,21 @@ from learner.settings import LearnerSettings
 from learner.world import Meeting
 from system.core.model import ModelSettings
 from system.core.records import Group
-from tests.learner.conftest import make_groups
+from tests.learner.conftest import coupled_objective, make_groups
 
-STAGES = (0, 1, 2, 3)
+RUNS = ("0", "1", "2", "3", "coupled")
+"""ZeRO stages with GRPO, and a group-coupled objective under ZeRO 1."""
 STEPS = 3
 
 
-def plan(folder: Path, zero: int) -> LearnerPlan:
+def plan(folder: Path, run: str, out: Path) -> LearnerPlan:
+    objective = coupled_objective(out) if run == "coupled" else {"name": "grpo", "kl_coefficient": 0.1}
+    zero = 1 if run == "coupled" else int(run)
     settings = LearnerSettings(
         learning_rate=1e-3, epsilon=1e-4, threads=1, zero=zero, workers=2, tokens_per_microbatch=40,
         minibatches_per_step=2, collective_timeout_s=60.0, checkpoint_deadline_s=60.0,
     )  # fmt: skip
-    return LearnerPlan(
-        ModelSettings(path=str(folder), dtype="float32"), settings, {"name": "grpo", "kl_coefficient": 0.1}
-    )
+    return LearnerPlan(ModelSettings(path=str(folder), dtype="float32"), settings, objective)
 
 
 def share(step: int, rank: int | None) -> list[Group]:
@@ -49,8 +51,8 @@ def weights_of(rank: LearnerRank) -> dict[str, torch.Tensor]:
 
 def main(rank_number: int, folder: Path, out: Path) -> None:
     meeting = None
-    for zero in STAGES:
-        rank = LearnerRank(plan(folder, zero), rank_number, 2)
+    for run in RUNS:
+        rank = LearnerRank(plan(folder, run, out), rank_number, 2)
         if meeting is None and rank_number == 0:
             meeting = rank.meeting()
             (out / "port.tmp").write_text(str(meeting.port))
@@ -58,18 +60,20 @@ def main(rank_number: int, folder: Path, out: Path) -> None:
         elif meeting is None:
             meeting = Meeting("127.0.0.1", int((out / "port").read_text()))
         rank.setup(meeting)
+        listening = [entry.laddr.ip for entry in psutil.Process().net_connections("inet") if entry.status == "LISTEN"]
+        assert all(address.startswith("127.") for address in listening), listening
         reports = [rank.step(share(step, rank_number), step, step) for step in range(STEPS)]
         weights = weights_of(rank)
-        rank.save(out / f"checkpoint-{zero}")
+        rank.save(out / f"checkpoint-{run}")
         rank.step(share(0, rank_number), STEPS, STEPS)
-        rank.load(out / f"checkpoint-{zero}")
+        rank.load(out / f"checkpoint-{run}")
         again = weights_of(rank)
         assert all(torch.equal(again[name], weights[name]) for name in weights)
-        rank.save_hf(out / f"hf-{zero}")
+        rank.save_hf(out / f"hf-{run}")
         if rank_number == 0:
-            torch.save(weights, out / f"weights-{zero}.pt")
+            torch.save(weights, out / f"weights-{run}.pt")
             facts = [(report.loss, report.grad_norm, report.completion_tokens, report.updates) for report in reports]
-            (out / f"reports-{zero}.json").write_text(json.dumps([facts, sorted(reports[0].metrics.items())]))
+            (out / f"reports-{run}.json").write_text(json.dumps([facts, sorted(reports[0].metrics.items())]))
         rank.engine.close()
     rank.world.close()
 
