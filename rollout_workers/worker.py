@@ -210,13 +210,13 @@ class RolloutWorker:
 
     async def _or_end(self, call: Awaitable[T], what: str) -> T | None:
         """What ``call`` answers, or None as soon as this worker failed or stopped."""
-        asking = asyncio.ensure_future(within(call, STREAM_DEADLINE_S, f"{self.name}: {what}", InfrastructureError))
+        call_task = asyncio.ensure_future(within(call, STREAM_DEADLINE_S, f"{self.name}: {what}", InfrastructureError))
         ending = asyncio.ensure_future(self._until(lambda: self._state == "stopped" or self._failure is not None))
         try:
-            await asyncio.wait({asking, ending}, return_when=asyncio.FIRST_COMPLETED)
-            return asking.result() if asking.done() else None
+            await asyncio.wait({call_task, ending}, return_when=asyncio.FIRST_COMPLETED)
+            return call_task.result() if call_task.done() else None
         finally:
-            for task in (asking, ending):
+            for task in (call_task, ending):
                 task.cancel()
 
     async def _serve(self, lease: Lease) -> None:
@@ -312,15 +312,15 @@ class RolloutWorker:
 
     async def _by(self, end_s: float, work: Awaitable[T], phase: str) -> T:
         """``work``'s result, or ``PastDeadline`` once the clock reaches ``end_s``; ``work`` is cancelled then."""
-        working = asyncio.ensure_future(work)
+        work_task = asyncio.ensure_future(work)
         alarm = asyncio.ensure_future(self._clock.sleep_s(end_s - self._clock.now_s()))
         try:
-            await asyncio.wait({working, alarm}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
+            await asyncio.wait({work_task, alarm}, return_when=asyncio.FIRST_COMPLETED)
+            if not work_task.done():
                 raise PastDeadline(f"{phase} not finished")
-            return working.result()
+            return work_task.result()
         finally:
-            working.cancel()
+            work_task.cancel()
             alarm.cancel()
 
     async def _until(self, condition: Callable[[], bool]) -> None:

@@ -114,7 +114,7 @@ class CheckedWeightTransferEngine(WeightTransferEngine[JoinInfo, ManifestInfo]):
         try:
             with disable_mtp_completeness_check():
                 for bucket in manifest.buckets():
-                    flat = new_buffer(bucket)
+                    flat = new_buffer(bucket, zeroed=False)
                     self._group.broadcast(flat, end_s - time.monotonic())
                     verify(bucket, manifest.version, flat)
                     self._load(bucket, flat)

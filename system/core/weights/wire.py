@@ -194,9 +194,13 @@ class Broadcast(Protocol):
         ...
 
 
-def new_buffer(bucket: Bucket, device: torch.device | str = "cpu") -> Tensor:
-    """Room for one sealed bucket: uint8 [wire_bytes], zeroed so that alignment gaps are the same everywhere."""
-    return torch.zeros(bucket.wire_bytes, dtype=torch.uint8, device=device)
+def new_buffer(bucket: Bucket, zeroed: bool = True) -> Tensor:
+    """Room for one sealed bucket in host memory: uint8 [wire_bytes].
+
+    Zeroed for the sender, so that alignment gaps are the same in every send; a receiver overwrites all of it.
+    """
+    make = torch.zeros if zeroed else torch.empty
+    return make(bucket.wire_bytes, dtype=torch.uint8)
 
 
 def pack(bucket: Bucket, tensors: Sequence[Tensor], flat: Tensor) -> None:
