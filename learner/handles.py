@@ -62,7 +62,7 @@ class ActorRank:
         from learner.actor import LearnerActor
 
         self.name = f"learner rank {rank}"
-        self._actor = ray.remote(LearnerActor).options(**options).remote(plan, rank, size)
+        self._actor = ray.remote(LearnerActor).options(**with_patient_threads(options)).remote(plan, rank, size)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         return await self._answer(self._actor.call.remote(method, arguments))
@@ -86,6 +86,16 @@ class ActorRank:
             raise
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as failure:
             raise LearnerLost(f"{self.name}: its process is gone: {first_line(failure)}") from failure
+
+
+def with_patient_threads(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Actor options under which OpenMP threads sleep where they wait for each other, unless they say otherwise.
+
+    Spinning is faster on cores of one's own, and several times slower on cores that an engine uses too.
+    """
+    environment = dict(options.get("runtime_env") or {})
+    variables = {"OMP_WAIT_POLICY": "PASSIVE", **environment.get("env_vars", {})}
+    return {**options, "runtime_env": {**environment, "env_vars": variables}}
 
 
 def first_line(failure: BaseException) -> str:

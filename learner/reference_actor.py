@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from learner.handles import with_patient_threads
 from learner.reference import ReferenceModel
 from learner.settings import ReferenceSettings
 from system.core.deadlines import within
@@ -184,7 +185,7 @@ async def start_reference_actors(
 
     options = list(actor_options) if actor_options is not None else [{}] * settings.workers
     made = ray.remote(ReferenceActor)
-    actors = [made.options(**chosen).remote(model, settings, temperature) for chosen in options]
+    actors = [made.options(**with_patient_threads(chosen)).remote(model, settings, temperature) for chosen in options]
     starting = asyncio.gather(*[actor.start.remote() for actor in actors])
     try:
         await within(starting, settings.start_deadline_s, "reference workers: load the model", WorkerLost)

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from learner.handles import with_patient_threads
 from learner.pool import LearnerPool, share_rows
 from learner.rank import LearnerPlan
 from learner.reference_actor import ReferenceClient, start_reference_actors
@@ -54,6 +55,12 @@ def test_no_groups_leave_every_rank_without_work():
 def test_several_ranks_do_not_fit_one_process(tiny_llama):
     with pytest.raises(ConfigError, match=r"learner\.workers: 2"):
         LearnerPool(plan(tiny_llama, workers=2), local=True)
+
+
+def test_actors_wait_patiently_unless_their_options_say_otherwise():
+    given = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "ACTIVE", "A": "1"}, "pip": []}}
+    assert with_patient_threads(given) == given
+    assert with_patient_threads({})["runtime_env"]["env_vars"] == {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @pytest.mark.engine
