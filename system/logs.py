@@ -21,9 +21,13 @@ QUIET_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
     "DS_LOG_LEVEL": "error",
+    "OMP_WAIT_POLICY": "PASSIVE",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""Set unless the user set them: what these libraries say at start is theirs, not news of the run."""
+"""Set unless the user set them: what these libraries say at start is theirs, not news of the run.
+
+Threads that wait for work sleep instead of spinning (OMP_WAIT_POLICY): roles share cores where there is no GPU.
+"""
 
 LOG_FOLDER_VARIABLE, ROLE_VARIABLE = "TRIPTYCH_LOG_FOLDER", "TRIPTYCH_ROLE"
 """How an actor's process learns where its log lines go."""

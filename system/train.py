@@ -28,6 +28,7 @@ from system.run_folder import RunFolder, RunRecord, is_alive, write_atomically
 log = logging.getLogger("triptych.train")
 
 STATUS_EVERY_S = 1.0
+IMPATIENCE_S = 1.0
 ENDINGS = {Interrupted: "interrupted", Preempted: "preempted"}
 
 
@@ -85,6 +86,7 @@ async def _run(recipe: Any, plan: Any, folder: RunFolder, record: RunRecord, loc
     try:
         async with open_parts(recipe, plan, folder, record) as parts, Progress(recipe.run.steps) as progress:
             stop.learning = True
+            _end_on_signals(stop, asyncio.current_task())  # Ray put handlers of its own in their place
             async with _watched(folder, parts, progress, stop):
                 await train(parts, recipe, folder, progress, stop, store)
     except asyncio.CancelledError:
@@ -93,13 +95,21 @@ async def _run(recipe: Any, plan: Any, folder: RunFolder, record: RunRecord, loc
 
 
 def _end_on_signals(stop: Any, task: asyncio.Task[Any] | None) -> None:
+    """The first signal asks for an orderly end; a Ctrl-C that follows it by a second ends at once.
+
+    SIGTERM is never taken as impatience: whatever wraps this process may pass the same one on twice.
+    """
+    asked_s: list[float] = []
+
     def asked(reason: type[TriptychError]) -> None:
-        again = stop.reason is not None
+        now_s = time.monotonic()
+        asked_s.append(now_s)
         stop.request(reason)
-        if task is not None and (again or not stop.learning):
+        impatient = reason is Interrupted and now_s - asked_s[0] > IMPATIENCE_S
+        if task is not None and (impatient or not stop.learning):
             task.cancel()
-        else:
-            log.info("stopping after the work at hand, with a checkpoint; once more to stop at once")
+        elif len(asked_s) == 1:
+            log.info("stopping after the work at hand, with a checkpoint; Ctrl-C once more to stop at once")
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, asked, Interrupted)
