@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from learner.rank import LearnerPlan, LearnerRank
-from system.core.errors import LearnerLost, TriptychError
+from system.core.deadlines import as_raised
+from system.core.errors import LearnerLost
 
 
 class RankHandle(Protocol):
@@ -65,27 +66,15 @@ class ActorRank:
         self._actor = ray.remote(LearnerActor).options(**with_patient_threads(options)).remote(plan, rank, size)
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        return await self._answer(self._actor.call.remote(method, arguments))
+        return await as_raised(self._actor.call.remote(method, arguments), self.name, LearnerLost)
 
     async def node_address(self) -> str:
-        return await self._answer(self._actor.node_address.remote())
+        return await as_raised(self._actor.node_address.remote(), self.name, LearnerLost)
 
     async def close(self) -> None:
         import ray
 
         ray.kill(self._actor, no_restart=True)
-
-    async def _answer(self, reference: Any) -> Any:
-        import ray
-
-        try:
-            return await reference
-        except ray.exceptions.RayTaskError as failure:
-            if isinstance(failure.cause, TriptychError):
-                raise failure.cause from failure
-            raise
-        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as failure:
-            raise LearnerLost(f"{self.name}: its process is gone: {first_line(failure)}") from failure
 
 
 def with_patient_threads(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,9 +85,3 @@ def with_patient_threads(options: Mapping[str, Any]) -> dict[str, Any]:
     environment = dict(options.get("runtime_env") or {})
     variables = {"OMP_WAIT_POLICY": "PASSIVE", **environment.get("env_vars", {})}
     return {**options, "runtime_env": {**environment, "env_vars": variables}}
-
-
-def first_line(failure: BaseException) -> str:
-    """What a failure says, on one line."""
-    text = str(failure).strip()
-    return text.splitlines()[0] if text else type(failure).__name__

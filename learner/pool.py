@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from learner.deepspeed_engine import NonFiniteError
-from learner.handles import ActorRank, LocalRank, RankHandle, first_line
+from learner.handles import ActorRank, LocalRank, RankHandle
 from learner.packing import PackItem, split_in_order, spread_over_ranks
 from learner.rank import LearnerPlan, StepReport
-from system.core.deadlines import within
+from system.core.deadlines import first_line, within
 from system.core.errors import ConfigError, InfrastructureError, LearnerLost, TriptychError
 from system.core.records import Group, Row
 from system.core.weights.sender import LOOPBACK, SenderBackend, SendReport

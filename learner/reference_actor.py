@@ -17,7 +17,7 @@ import numpy as np
 from learner.handles import with_patient_threads
 from learner.reference import ReferenceModel
 from learner.settings import ReferenceSettings
-from system.core.deadlines import within
+from system.core.deadlines import answer, within
 from system.core.errors import InfrastructureError, TriptychError, WorkerLost
 from system.core.model import ModelSettings
 from system.core.protocols import TokenRow
@@ -153,18 +153,9 @@ class ReferenceClient:
         self._turn = 0
 
     async def logprobs(self, rows: Sequence[TokenRow]) -> list[np.ndarray]:
-        import ray
-
         self._turn = (self._turn + 1) % len(self._actors)
         call = self._actors[self._turn].logprobs.remote(list(rows))
-        try:
-            return await within(call, self._deadline_s, f"reference worker {self._turn}: {len(rows)} rows", WorkerLost)
-        except ray.exceptions.RayTaskError as failure:
-            if isinstance(failure.cause, TriptychError):
-                raise failure.cause from failure
-            raise
-        except ray.exceptions.RayActorError as failure:
-            raise WorkerLost(f"reference worker {self._turn}: its process is gone") from failure
+        return await answer(call, self._deadline_s, f"reference worker {self._turn}: {len(rows)} rows", WorkerLost)
 
 
 async def start_reference_actors(
@@ -186,11 +177,9 @@ async def start_reference_actors(
     options = list(actor_options) if actor_options is not None else [{}] * settings.workers
     made = ray.remote(ReferenceActor)
     actors = [made.options(**with_patient_threads(chosen)).remote(model, settings, temperature) for chosen in options]
-    starting = asyncio.gather(*[actor.start.remote() for actor in actors])
-    try:
-        await within(starting, settings.start_deadline_s, "reference workers: load the model", WorkerLost)
-    except ray.exceptions.RayTaskError as failure:
-        if isinstance(failure.cause, TriptychError):
-            raise failure.cause from failure
-        raise
+    loading = [
+        answer(actor.start.remote(), settings.start_deadline_s, f"reference worker {index}: load the model", WorkerLost)
+        for index, actor in enumerate(actors)
+    ]
+    await asyncio.gather(*loading)
     return actors

@@ -17,8 +17,7 @@ from rollout_workers.engine import RolloutEngine
 from rollout_workers.settings import RolloutSettings
 from rollout_workers.worker import RolloutWorker, WorkerStatus
 from system.core.clock import RealClock
-from system.core.deadlines import within
-from system.core.errors import InfrastructureError
+from system.core.deadlines import answer, as_raised
 from system.core.model import ModelSettings
 from system.core.protocols import LeaseSource, Reference, Scorer
 from system.core.weights.wire import Endpoint, Manifest
@@ -131,10 +130,7 @@ class RolloutClient:
 
     async def run(self) -> None:
         """As long as the worker serves: returns after ``close``, or raises what the worker failed with."""
-        try:
-            await self.actor.run.remote()
-        except Exception as failure:
-            raise _as_raised(self.name, failure) from None
+        await as_raised(self.actor.run.remote(), self.name, EngineDied)
 
     async def join_transfer(self, endpoint: Endpoint, rank_offset: int, world_size: int, deadline_s: float) -> None:
         call = self.actor.join_transfer.remote(endpoint, rank_offset, world_size, deadline_s)
@@ -175,21 +171,7 @@ class RolloutClient:
         await self._call(self.actor.close.remote(), CONTROL_DEADLINE_S, "close")
 
     async def _call(self, reference: Any, deadline_s: float, what: str) -> Any:
-        try:
-            return await within(reference, deadline_s + CALL_GRACE_S, f"{self.name}: {what}", InfrastructureError)
-        except Exception as failure:
-            raise _as_raised(self.name, failure) from None
-
-
-def _as_raised(name: str, failure: Exception) -> Exception:
-    """What the worker raised, without Ray's wrapping."""
-    from ray.exceptions import RayActorError, RayTaskError
-
-    if isinstance(failure, RayTaskError) and isinstance(failure.cause, Exception):
-        return failure.cause
-    if isinstance(failure, RayActorError):
-        return EngineDied(f"{name}: the worker's process died: {failure}")
-    return failure
+        return await answer(reference, deadline_s + CALL_GRACE_S, f"{self.name}: {what}", EngineDied)
 
 
 def create_rollout_actor(plan: WorkerPlan, **options: Any) -> RolloutClient:

@@ -20,7 +20,7 @@ from reward_service.scorer import build_scorer
 from rollout_workers.actor import RolloutClient, WorkerPlan, create_rollout_actor
 from system import ray_session
 from system.control import start_control
-from system.core.errors import InfrastructureError, WorkerLost
+from system.core.errors import WorkerLost
 from system.logs import LOG_FOLDER_VARIABLE, QUIET_ENVIRONMENT, ROLE_VARIABLE
 from system.parts import LearnerPart, learner_plan, ledger_limits, probe_limit, probe_tokens
 from system.recipe import Plan, Recipe
@@ -41,7 +41,7 @@ class ClusterRollouts:
 
     def __init__(self, workers: list[RolloutClient], stream: StreamClient) -> None:
         self._workers = workers
-        self._running = {worker.name: asyncio.ensure_future(_as_task(worker.run())) for worker in workers}
+        self._running = {worker.name: asyncio.ensure_future(worker.run()) for worker in workers}
         for worker in workers:
             self._running[worker.name].add_done_callback(
                 lambda task, name=worker.name: self._ended(task, name, stream)  # type: ignore[misc]
@@ -197,17 +197,6 @@ async def _together(*calls: Any) -> list[Any]:
         for task in tasks:
             task.cancel()
         raise
-
-
-async def _as_task(reference: Any) -> None:
-    import ray
-
-    try:
-        await reference
-    except ray.exceptions.RayTaskError as failure:
-        raise failure.cause from failure
-    except ray.exceptions.RayActorError as failure:
-        raise InfrastructureError(f"its process is gone: {failure}") from failure
 
 
 def _described(recipe: Recipe, plan: Plan) -> list[str]:

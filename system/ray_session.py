@@ -84,7 +84,7 @@ def use_token(token_file: Path) -> None:
         raise RuntimeError("Ray was imported before its token was chosen")
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_file)
-    os.environ.setdefault("RAY_worker_niceness", "0")  # noqa: SIM112
+    os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ["RAY_gcs_server_request_timeout_seconds"] = str(int(CONNECT_DEADLINE_S))  # noqa: SIM112
 
 

@@ -25,7 +25,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<|end|>", pad_token="<pad>",
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<|end|>",
+        pad_token="<pad>",
         additional_special_tokens=["<eos>", "<|user|>", "<|assistant|>"],
     )
     fast.chat_template = CHAT_TEMPLATE
@@ -33,16 +36,32 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tiny_llama(
-    folder: Path, *, tied: bool = False, seed: int = 0, layers: int = 2, dtype: torch.dtype = torch.float32,
-    initializer_range: float = 0.15, max_positions: int = 512,
+    folder: Path,
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    layers: int = 2,
+    dtype: torch.dtype = torch.float32,
+    initializer_range: float = 0.15,
+    max_positions: int = 512,
 ) -> Path:
     """A 2-layer Llama of width 64 (about 0.2 M parameters). Its vocabulary of 320 exceeds the tokenizer's 262."""
     tokenizer = byte_tokenizer()
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=max_positions, tie_word_embeddings=tied,
-        initializer_range=initializer_range, bos_token_id=1, eos_token_id=5, pad_token_id=0,
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tied,
+        initializer_range=initializer_range,
+        bos_token_id=1,
+        eos_token_id=5,
+        pad_token_id=0,
     )
     model = LlamaForCausalLM(config).to(dtype)
     model.generation_config.eos_token_id = [5, 2]

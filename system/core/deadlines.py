@@ -1,7 +1,7 @@
 """The one place that waits. Every wait has a deadline, an owner (``what``) and a named error.
 
-``within`` is for coroutines and futures (a Ray ``ObjectRef`` is awaitable too); ``wait_ray`` is for code outside an
-event loop. No other module calls ``ray.get`` or awaits something remote without one of these; a lint test holds that.
+``within`` is for coroutines and futures, ``answer`` for calls to Ray actors, ``wait_ray`` for code outside an event
+loop. No other module calls ``ray.get`` or awaits something remote without one of these; a lint test holds that.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from system.core.errors import InfrastructureError, TriptychError
+from system.core.records import RecordError
 
 T = TypeVar("T")
 
@@ -45,6 +46,38 @@ async def within(
         return task.result()
     task.cancel()
     raise error(f"{what}: no answer within {deadline_s:g} s")
+
+
+async def answer(
+    reference: Any, deadline_s: float, what: str, error: type[InfrastructureError] = InfrastructureError
+) -> Any:
+    """The result of a call to a Ray actor, for at most ``deadline_s`` seconds; see ``as_raised``."""
+    return await within(as_raised(reference, what, error), deadline_s, what, error)
+
+
+async def as_raised(reference: Any, what: str, error: type[InfrastructureError] = InfrastructureError) -> Any:
+    """Awaits an ``ObjectRef`` under its caller's deadline.
+
+    Raises:
+        TriptychError, RecordError: as the actor raised them. A defect keeps Ray's wrapping, with the remote traceback.
+        error: the actor's process is gone.
+    """
+    from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+
+    try:
+        return await reference
+    except RayTaskError as failure:
+        if isinstance(failure.cause, TriptychError | RecordError):
+            raise failure.cause from None
+        raise
+    except (RayActorError, ObjectLostError) as failure:
+        raise error(f"{what}: its process is gone: {first_line(failure)}") from failure
+
+
+def first_line(failure: BaseException) -> str:
+    """What a failure says, on one line."""
+    text = str(failure).strip()
+    return text.splitlines()[0] if text else type(failure).__name__
 
 
 def wait_ray(refs: Any, deadline_s: float, what: str, error: type[TriptychError] = DeadlineExceeded) -> Any:

@@ -17,9 +17,7 @@ import pyarrow as pa
 SCHEMA_VERSION = 1
 
 FinishReason = Literal["stop", "length", "abort"]
-DropReason = Literal[
-    "zero_signal", "too_few_scored", "generation_failed", "deadline", "too_old", "poison", "cancelled"
-]
+DropReason = Literal["zero_signal", "too_few_scored", "generation_failed", "deadline", "too_old", "poison", "cancelled"]
 DROP_REASONS: tuple[DropReason, ...] = (
     "zero_signal",
     "too_few_scored",

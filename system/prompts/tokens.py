@@ -10,6 +10,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+from system.core.deadlines import first_line
 from system.core.errors import ConfigError, DataError
 from system.core.protocols import ChatMessages
 from system.prompts.settings import DataSourceSettings
@@ -34,7 +35,7 @@ def load_tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError) as failure:
-        raise ConfigError(f"model.path: no tokenizer could be loaded from {path}: {_first_line(failure)}") from failure
+        raise ConfigError(f"model.path: no tokenizer could be loaded from {path}: {first_line(failure)}") from failure
 
 
 class PromptEncoder:
@@ -106,7 +107,7 @@ class PromptEncoder:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
         except Exception as failure:  # a template is a program of the model's maker: it may raise anything
             raise DataError(
-                f"data '{self._settings.name}': the model's chat template fails: {_first_line(failure)}"
+                f"data '{self._settings.name}': the model's chat template fails: {first_line(failure)}"
             ) from failure
 
     def tokens(self, rendered: str) -> tuple[int, ...]:
@@ -123,7 +124,3 @@ def context_tokens(config: dict[str, Any]) -> int | None:
             with contextlib.suppress(TypeError, ValueError, KeyError):
                 return int(source[key])
     return None
-
-
-def _first_line(failure: BaseException) -> str:
-    return (str(failure).strip().splitlines() or [type(failure).__name__])[0]

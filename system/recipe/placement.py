@@ -217,7 +217,6 @@ def _backend(recipe: Recipe) -> str:
     return "gloo"
 
 
-
 def _agreed(role: str, own: int | None, placed: int | None) -> int | None:
     if own is not None and placed is not None and own != placed:
         raise ConfigError(f"placement.threads.{role} is {placed} and {role}.threads is {own}; set one of them")

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from system.core.deadlines import within
-from system.core.errors import InfrastructureError, TriptychError
+from system.core.deadlines import answer
 from system.core.protocols import Lease
-from system.core.records import DropReason, RecordError
+from system.core.records import DropReason
 from system.stream.core import LEASE_WAIT_S, TakenStep
 
 TAKE_WAIT_S = 2.0
@@ -80,14 +79,5 @@ class StreamClient:
         await self._call("open", wait_s=deadline_s)
 
     async def _call(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
-        from ray.exceptions import RayActorError, RayTaskError
-
-        remote = getattr(self.handle, method).remote
-        try:
-            return await within(remote(*arguments), wait_s + self.call_deadline_s, f"stream actor: {method}")
-        except RayTaskError as failure:
-            if isinstance(failure.cause, TriptychError | RecordError):
-                raise failure.cause from None
-            raise
-        except RayActorError as failure:
-            raise InfrastructureError(f"the stream actor is gone ({method}): {failure}") from failure
+        reference = getattr(self.handle, method).remote(*arguments)
+        return await answer(reference, wait_s + self.call_deadline_s, f"stream actor: {method}")

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,14 @@ from system.run_folder import RunFolder
 from tests.e2e.conftest import ROOT, tiny_recipe, write_recipe
 
 STEPS = 12
-SLOW_REWARD = '''
+SLOW_REWARD = """
 import time
 
 
 def letters(completion: str, **_) -> float:
     time.sleep(0.1)
     return sum(character.isalpha() for character in completion) / 16
-'''
+"""
 
 
 def recipe_of(folder: Path, model: Path) -> dict[str, Any]:
@@ -97,9 +97,7 @@ class Scenario:
                 self._command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=log, text=True, start_new_session=True
             )
         if until_steps is not None:
-            wait_until(
-                lambda: process.poll() is not None or self.steps() >= until_steps, 240, f"{until_steps} steps"
-            )
+            wait_until(lambda: process.poll() is not None or self.steps() >= until_steps, 240, f"{until_steps} steps")
             assert process.poll() is None, self._log.read_text()
         return process
 
@@ -123,7 +121,7 @@ class Scenario:
 
 
 @pytest.fixture(scope="module")
-def disturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[dict[str, Any]]:
+def disturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("disturbed")
     scenario = Scenario(folder, write_recipe(folder, recipe_of(folder, tiny_model)))
     endings: dict[str, Any] = {"run": scenario.run}
@@ -147,7 +145,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Ite
 
     endings["finished"] = scenario.end(scenario.start(None), lambda: None)
     endings["again"] = scenario.end(scenario.start(None), lambda: None)
-    yield endings
+    return endings
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,9 @@ class GlooGroup:
                 wait_for_workers=False,
             )
         except RuntimeError as failure:
-            raise TransferBroken(f"no sender at {endpoint.address}:{endpoint.port}: {_first_line(failure)}") from None
+            raise TransferBroken(
+                f"no sender at {endpoint.address}:{endpoint.port}: {_what_gloo_says(failure)}"
+            ) from None
         self._build(self._store, rank, world_size, deadline_s, _address_towards(endpoint))
 
     def broadcast(self, flat: Tensor, deadline_s: float) -> None:
@@ -78,7 +80,7 @@ class GlooGroup:
         try:
             self._group.broadcast([flat], options).wait(options.timeout)
         except RuntimeError as failure:
-            text = _first_line(failure)
+            text = _what_gloo_says(failure)
             self.close()
             raise TransferBroken(f"{self._name}: {text}") from None
 
@@ -98,7 +100,7 @@ class GlooGroup:
                 dist.PrefixStore(f"group{world_size}", store), rank, world_size, options
             )
         except RuntimeError as failure:
-            text = _first_line(failure)
+            text = _what_gloo_says(failure)
             self.close()
             raise TransferBroken(f"{self._name}: not all joined within {deadline_s:g} s: {text}") from None
 
@@ -111,7 +113,7 @@ def _address_towards(endpoint: Endpoint) -> str:
         return str(probe.getsockname()[0])
 
 
-def _first_line(failure: BaseException) -> str:
+def _what_gloo_says(failure: BaseException) -> str:
     """What gloo says, without its source location and its advice."""
     text = str(failure).strip() or type(failure).__name__
     return text.splitlines()[0].split("] ", 1)[-1].split(". This is typically", 1)[0]
