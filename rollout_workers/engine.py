@@ -54,6 +54,9 @@ def check_backend(backend: WeightBackend) -> None:
 def engine_arguments(model: ModelSettings, rollout: RolloutSettings, backend: WeightBackend) -> dict[str, Any]:
     """Keyword arguments of vLLM's ``EngineArgs``.
 
+    On CPU a prompt is never prefilled in pieces: vLLM draws a token after each piece and winds the request's seeded
+    generator back, which a CPU generator cannot do; the engine would die.
+
     Raises:
         ConfigError: ``rollout.engine`` names an argument that vLLM does not have.
     """
@@ -75,6 +78,7 @@ def engine_arguments(model: ModelSettings, rollout: RolloutSettings, backend: We
         "enforce_eager": on_cpu,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        **({"enable_chunked_prefill": False} if on_cpu else {}),
         **rollout.engine,
     }
     kv_cache_bytes = rollout.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
