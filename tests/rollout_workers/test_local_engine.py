@@ -137,6 +137,25 @@ def test_a_closed_engine_fails_what_is_in_it(engine: LocalEngine, loop: asyncio.
     assert engine.state == "closed"
 
 
+def test_more_prompt_tokens_than_a_pass_holds_wait_whole_for_the_next(
+    tiny_folders: dict[str, Path], loop: asyncio.Runner
+) -> None:
+    """vLLM's engine dies on CPU when it prefills a seeded request in pieces, so it must not."""
+    model = ModelSettings(path=str(tiny_folders["tied_first"]), dtype="float32")
+    limits = {"max_model_len": 64, "max_num_batched_tokens": 64}
+    small = LocalEngine(model, rollout_settings(engine=limits), name="small")
+    loop.run(small.start(120))
+
+    async def crowd() -> list[int]:
+        asked = (small.generate([10 + seed] * 40, seed, 4, f"c{seed}") for seed in range(6))
+        return [len(output.tokens) for output in await asyncio.gather(*asked)]
+
+    try:
+        assert all(1 <= length <= 4 for length in loop.run(crowd()))
+    finally:
+        loop.run(small.close())
+
+
 def test_an_engine_argument_that_vllm_lacks_names_the_nearest(tiny_folders: dict[str, Path]) -> None:
     model = ModelSettings(path=str(tiny_folders["first"]), dtype="float32")
     with pytest.raises(ConfigError, match=r"rollout\.engine\.max_model_length: .* 'max_model_len'"):
