@@ -34,6 +34,7 @@ def print_summary(folder: RunFolder, console: Console) -> None:
         f"Mean reward: {sum(first) / len(first):.3f} in the first {len(first)} steps, "
         f"{sum(last) / len(last):.3f} in the last {len(last)}.  {sparkline(rewards)}",
         highlight=False,
+        soft_wrap=True,
     )
     seconds = sum(line["step_s"] for line in lines)
     tokens = sum(line["completion_tokens"] for line in lines)
@@ -51,7 +52,7 @@ def print_summary(folder: RunFolder, console: Console) -> None:
         ("checkpoints, each with a plain model folder hf/", folder.checkpoints),
     ):
         if path.exists():
-            console.print(f"  {label}: {path}", highlight=False, markup=False)
+            console.print(f"  {label}: {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_samples(console: Console, title: str, rows: tuple[Row, ...]) -> None:
@@ -63,7 +64,9 @@ def _print_samples(console: Console, title: str, rows: tuple[Row, ...]) -> None:
         seen.add(row.group_id)
         reward = "not scored" if row.reward is None else f"reward {row.reward:g}"
         answer = " ".join(row.completion_text.split())
-        console.print(f"  {_question(row)} -> {answer[:160]!r}  ({reward})", highlight=False, markup=False)
+        console.print(
+            f"  {_question(row)} -> {answer[:160]!r}  ({reward})", highlight=False, markup=False, soft_wrap=True
+        )
 
 
 def _question(row: Row) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,18 @@ def test_only_the_engine_and_the_weight_transfer_know_vllm() -> None:
 
 def test_only_one_module_knows_deepspeed() -> None:
     assert importers_of("deepspeed") == {"learner/deepspeed_engine.py"}
+
+
+def test_rooms_know_of_system_only_its_core() -> None:
+    beyond = []
+    for path in SOURCES:
+        if path.relative_to(ROOT).parts[0] not in ("rollout_workers", "learner", "reward_service"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            beyond += [f"{path.name}: {name}" for name in names if re.match(r"system(\.(?!core\b)|$)", name)]
+    assert not beyond
 
 
 def calls(path: Path) -> list[ast.Call]:
