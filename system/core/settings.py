@@ -1,21 +1,40 @@
 """The base of every settings model: frozen, no unknown keys, durations in ``_s``, sizes in ``_bytes`` or ``_tokens``.
 
-Each room defines its own settings next to what they configure; ``system.recipe`` only composes them.
+Numbers are finite, below ``LARGEST``, and never written as true or false; durations are below ``LONGEST_S``. Each room
+defines its own settings next to what they configure; ``system.recipe`` only composes them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from system.core.errors import ConfigError, nearest
+
+LARGEST = 2.0**63
+LONGEST_S = 1e8
+"""Three years."""
 
 
 class Settings(BaseModel):
     """A frozen pydantic model that refuses unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, values: Any) -> Any:
+        for name, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(name)
+            kinds = _plain_types(field.annotation) if field is not None else set()
+            if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+                raise ValueError(f"{name} must be a number, not {str(value).lower()}")
+            if isinstance(value, int | float) and abs(value) > (LONGEST_S if name.endswith("_s") else LARGEST):
+                raise ValueError(f"{name} is {value:g}: larger than anything that makes sense here")
+        return values
 
 
 def parse_settings(model: type[Settings], values: dict[str, Any], where: str) -> Any:
@@ -48,6 +67,12 @@ def _keys_at(model: Any, path: list[str]) -> list[str]:
             return []
         model = _settings_in(field.annotation)
     return list(getattr(model, "model_fields", {}))
+
+
+def _plain_types(annotation: Any) -> set[Any]:
+    """The types a field admits, unions unfolded."""
+    inner = get_args(annotation)
+    return {annotation} if not inner else set().union(*(_plain_types(each) for each in inner))
 
 
 def _settings_in(annotation: Any) -> Any:

@@ -212,7 +212,7 @@ class HuggingFaceRows:
 def _parsed_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         values = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as failure:
+    except (ValueError, RecursionError) as failure:  # also integers of thousands of digits, and endless nesting
         raise DataError(f"{where}: not valid JSON: {failure}") from None
     if not isinstance(values, dict):
         raise DataError(f"{where}: expected a JSON object with columns, got {type(values).__name__}")
@@ -227,7 +227,7 @@ def _as_object(value: Any, where: str) -> str:
         try:
             if isinstance(json.loads(value), dict):
                 return value
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             pass
         raise DataError(f"{where}: metadata is text, but not a JSON object: {value[:60]!r}")
     if not isinstance(value, dict):

@@ -189,7 +189,7 @@ class _SourceOrder:
 
     def _read_row(self, index: int) -> tuple[SourceRow, tuple[int, ...]]:
         row = self._rows.row(index)
-        tokens = self._encoder.tokens(self._encoder.render(self._encoder.question(row.question, row.where)))
+        tokens = self._encoder.tokens(self._encoder.render(self._encoder.question(row.question, row.where)), row.where)
         if not tokens:
             raise DataError(f"{row.where}: an empty prompt")
         return row, tokens

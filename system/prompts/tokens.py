@@ -110,9 +110,22 @@ class PromptEncoder:
                 f"data '{self._settings.name}': the model's chat template fails: {first_line(failure)}"
             ) from failure
 
-    def tokens(self, rendered: str) -> tuple[int, ...]:
-        """Token ids of a rendered prompt."""
+    def tokens(self, rendered: str, where: str) -> tuple[int, ...]:
+        """Token ids of a rendered prompt.
+
+        Args:
+            where: names the row in errors.
+
+        Raises:
+            DataError: the text is not valid Unicode, or gives no token: nothing would predict the first answer token.
+        """
+        try:
+            rendered.encode()
+        except UnicodeEncodeError as failure:
+            raise DataError(f"{where}: the prompt is not valid Unicode text: {failure}") from None
         encoded = self._tokenizer(rendered, add_special_tokens=not self.applies_template, verbose=False)
+        if not encoded["input_ids"]:
+            raise DataError(f"{where}: the prompt is empty; a model needs at least one token to go on from")
         return tuple(encoded["input_ids"])
 
 

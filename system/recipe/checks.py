@@ -49,6 +49,10 @@ def check_recipe(recipe: Recipe, *, assume_gpus: int | None = None, local: bool 
     prepare_environment(None)
     model = read_model(recipe.model.path)
     _check_features(recipe, local)
+    if recipe.rollout.engine:
+        from rollout_workers.engine import engine_arguments
+
+        engine_arguments(recipe.model, recipe.rollout, "gloo")
     objective = build_objective_of(recipe)
     needs_reference = "reference" in objective.needs
     longest = _longest_prompt_tokens(recipe, model)

@@ -121,6 +121,8 @@ def place(recipe: Recipe, model: ModelFacts, machine: Machine, *, needs_referenc
     engine_cores = threads.engine
     if rollout_gpus == 0 and engine_cores is None:
         engine_cores = _ranges(machine.cores)
+    elif engine_cores is not None and not machine.assumed:
+        _check_cores(engine_cores, machine.cores)
     if learner_gpus == 0 and learner_threads is None:
         learner_threads = max(1, len(machine.cores) // recipe.learner.workers)
     if reference_gpus == 0 and reference_threads is None:
@@ -221,6 +223,15 @@ def _agreed(role: str, own: int | None, placed: int | None) -> int | None:
     if own is not None and placed is not None and own != placed:
         raise ConfigError(f"placement.threads.{role} is {placed} and {role}.threads is {own}; set one of them")
     return placed if placed is not None else own
+
+
+def _check_cores(written: str, there: tuple[int, ...]) -> None:
+    for span in written.split(","):
+        first, last = int(span.split("-")[0]), int(span.split("-")[-1])
+        if first > last or first not in there or last not in there:
+            raise ConfigError(
+                f"placement.threads.engine: {written}: {span} is not a range of this machine's cores ({_ranges(there)})"
+            )
 
 
 def _ranges(cores: tuple[int, ...]) -> str:

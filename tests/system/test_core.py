@@ -139,6 +139,9 @@ def test_rewards_that_differ_by_rounding_only_are_equal() -> None:
 
 class Inner(Settings):
     learning_rate: float = 1.0
+    steps: int | None = None
+    deadline_s: float = 1.0
+    probe: bool = True
 
 
 class Outer(Settings):
@@ -150,3 +153,20 @@ def test_an_unknown_key_is_named_with_its_path_and_the_nearest_valid_one() -> No
         parse_settings(Outer, {"learner": {"lernrate": 1}}, "")
     with pytest.raises(ConfigError, match=r"learner\.learning_rate: .*'fast'"):
         parse_settings(Outer, {"learner": {"learning_rate": "fast"}}, "")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("learning_rate", float("nan")),
+        ("learning_rate", float("inf")),
+        ("learning_rate", True),
+        ("steps", False),
+        ("steps", 10**30),
+        ("deadline_s", 1e9),
+    ],
+)
+def test_a_number_is_finite_of_a_size_that_makes_sense_and_not_a_truth(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=key):
+        parse_settings(Outer, {"learner": {key: value}}, "")
+    assert parse_settings(Outer, {"learner": {"probe": False, "steps": 3}}, "").learner.steps == 3

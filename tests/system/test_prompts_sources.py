@@ -129,6 +129,8 @@ def test_questions_of_reasoning_gym_follow_the_seed_of_the_run():
         ((), "train.jsonl is empty; it needs one JSON object per line"),
         (("\n", "\n"), "is empty"),
         (({"prompt": "a"},) * 6 + ('{"prompt": "b"\n',), r"train.jsonl:7: not valid JSON"),
+        (('{"prompt": "a", "answer": ' + "9" * 5000 + "}\n",), r"train.jsonl:1: not valid JSON"),
+        (('{"prompt": ' + "[" * 100_000 + "\n",), r"train.jsonl:1: not valid JSON"),
         (({"prompt": "a"}, "[1]\n"), r"train.jsonl:2: expected a JSON object with columns, got list"),
         (({"promt": "a", "answer": 1},), r"train.jsonl:1: no column 'prompt'; did you mean 'promt'\?. Columns: answer"),
         (({"prompt": "a"}, {"text": "b"}), r"train.jsonl:2: no column 'prompt'; valid: text"),

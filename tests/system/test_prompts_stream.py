@@ -128,6 +128,12 @@ def test_a_prompt_that_is_neither_text_nor_messages_is_named_with_its_line(sourc
         PromptStream([source(["fine", prompt])], tokenizer, seed=0)
 
 
+@pytest.mark.parametrize(("prompt", "message"), [("", "the prompt is empty"), ("a \ud800", "not valid Unicode")])
+def test_a_prompt_that_no_model_can_go_on_from_is_named_with_its_line(source, tokenizer, prompt, message):
+    with pytest.raises(DataError, match=rf"train.jsonl:1: {message}|train.jsonl:1: .*{message}"):
+        PromptStream([source([prompt], chat_template=False)], tokenizer, seed=0).prompt(0)
+
+
 def test_over_long_prompts_leave_the_epoch_and_are_counted(source, tokenizer):
     stream = PromptStream([source(["short", "x" * 50, "brief", "y" * 90], max_prompt_tokens=20)], tokenizer, seed=0)
     for epoch in range(5):

@@ -196,6 +196,14 @@ def test_without_gpus_the_roles_share_the_cores(folder):
     assert placement.sync_backend == "gloo"
 
 
+@pytest.mark.parametrize("cores", ["3-0", "0-4", "9", "0,7"])
+def test_cores_that_the_machine_lacks_are_refused(folder, cores):
+    recipe = load_recipe(folder / "recipe.yaml", [f"placement.threads.engine='{cores}'"])
+    machine = Machine(gpus=0, cores=(0, 1, 2, 3), memory_bytes=10**11)
+    with pytest.raises(ConfigError, match=r"is not a range of this machine's cores .0-3."):
+        place(recipe, read_model(recipe.model.path), machine, needs_reference=False)
+
+
 @pytest.mark.parametrize(("cores", "written"), [((0,), "0"), ((0, 1), "0-1"), ((1, 3, 4, 9), "1,3-4,9"), ((), "")])
 def test_cores_are_written_as_ranges(cores, written):
     assert _ranges(cores) == written
