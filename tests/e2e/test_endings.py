@@ -25,13 +25,13 @@ from system.rollout_files import read_rollouts
 from system.run_folder import RunFolder
 from tests.e2e.conftest import ROOT, tiny_recipe, write_recipe
 
-STEPS = 12
+STEPS = 24
 SLOW_REWARD = """
 import time
 
 
 def letters(completion: str, **_) -> float:
-    time.sleep(0.1)
+    time.sleep(0.3)
     return sum(character.isalpha() for character in completion) / 16
 """
 
