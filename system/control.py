@@ -63,13 +63,13 @@ class ControlClient:
     """A person's side: finds the control actor of a run on its cluster."""
 
     def __init__(self, folder: RunFolder) -> None:
-        import ray
-
         self.record = folder.read()
         self.token = folder.token()
         if self.record.ray_address is None:
             raise InfrastructureError(f"run {self.record.run_id} runs without Ray; it has no control actor")
         ray_session.join(self.record.ray_address, self.record.ray_namespace, folder.token_file)
+        import ray
+
         try:
             self.actor = ray.get_actor(self.record.control_actor, namespace=self.record.ray_namespace)
         except ValueError:

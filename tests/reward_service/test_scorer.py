@@ -77,7 +77,7 @@ def test_a_sum_exists_exactly_when_every_weighted_part_does(entries: list[tuple[
 
 
 def test_a_sum_that_float32_cannot_hold_is_invalid() -> None:
-    score = combine("c0", [RewardSettings(name="r", use="exact_last_integer", weight=1e20)], {"r": Judgement(1e20)})
+    score = combine("c0", [RewardSettings(name="r", use="exact_last_integer", weight=1e15)], {"r": Judgement(1e30)})
     assert (score.reward, score.error.code) == (None, "invalid")  # type: ignore[union-attr]
 
 
@@ -194,10 +194,12 @@ def test_a_skipped_outage_gives_nulls_until_it_is_over(reward_file: RewardFile, 
         (score,) = await scorer.score(request_of("x"))
         assert (score.reward, score.error.code, score.error.retryable) == (None, "outage", True)  # type: ignore[union-attr]
         switch.touch()
-        await asyncio.sleep(0.5)
-        (score,) = await scorer.score(request_of("x"))
+        until_s = time.monotonic() + 30
+        while score.reward is None and time.monotonic() < until_s:
+            await asyncio.sleep(0.2)
+            (score,) = await scorer.score(request_of("x"))
         assert score.reward == 1.0
-        assert scorer.metrics()["style"].errors == {"outage": 1}
+        assert set(scorer.metrics()["style"].errors) == {"outage"}
 
     with_scorer([settings], use)
 

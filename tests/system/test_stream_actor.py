@@ -110,7 +110,7 @@ def test_a_dead_stream_actor_is_an_infrastructure_error_that_names_it(ray_cluste
         take = asyncio.create_task(stream.take(0, 60.0))
         await asyncio.sleep(0.2)
         ray_cluster.kill(stream.handle)
-        with pytest.raises(InfrastructureError, match="the stream actor is gone"):
+        with pytest.raises(InfrastructureError, match="stream actor: take: its process is gone"):
             await take
 
     asyncio.run(scenario())
