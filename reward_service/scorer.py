@@ -23,9 +23,9 @@ from reward_service.results import InvalidResult, Judgement, read_number
 from reward_service.settings import RewardSettings, check_reward_list
 from system.core.errors import ConfigError, ScoringDown
 from system.core.protocols import Score, ScoreError, ScoreItem, ScoreRequest
+from system.core.records import REWARD_ERROR_KEY
 
 INFO_KEY = "reward_info"
-ERROR_KEY = "reward_error"
 
 
 @dataclass(frozen=True)
@@ -221,5 +221,5 @@ def combine(item_id: str, rewards: Sequence[RewardSettings], verdicts: Mapping[s
             error = ScoreError("invalid", f"item '{item_id}': {failure}")
     attached = {INFO_KEY: infos} if infos else {}
     if errors:
-        attached[ERROR_KEY] = errors
+        attached[REWARD_ERROR_KEY] = errors
     return Score(item_id, None if error else total, parts, json.dumps(attached), error)

@@ -32,6 +32,10 @@ from system.core.weights.register import PLUGIN_NAME, register
 
 CPU_KV_CACHE_BYTES = 1024**3
 CLOSE_S = 20.0
+ENGINE_PROCESS_ENDED = (
+    "a process of vLLM ended (killed, out of memory, or a crash); what it said last stands in the output of this "
+    "worker's process, under Ray in the session's logs folder"
+)
 
 
 def check_backend(backend: WeightBackend) -> None:
@@ -215,7 +219,7 @@ class _VllmEngine(UpdateCycle):
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if isinstance(failure, EngineDeadError) or isinstance(failure.__cause__, EngineDeadError):
-            return self._died(str(failure))
+            return self._died(ENGINE_PROCESS_ENDED)
         if isinstance(failure, VLLMClientError | ValueError):
             return RequestRefused(f"{self.name}: request {request_id}: {failure}")
         cause = failure.__cause__ or failure
@@ -266,13 +270,13 @@ class RolloutEngine(_VllmEngine):
         try:
             await call
         except EngineDeadError as failure:
-            raise self._died(str(failure)) from failure
+            raise self._died(ENGINE_PROCESS_ENDED) from failure
 
     async def check(self) -> None:
         """Raises ``EngineDied`` when the engine's processes are gone."""
         self._check_alive()
         if self._llm.errored:
-            raise self._died("its processes ended; the lines above, from vLLM, say why")
+            raise self._died(ENGINE_PROCESS_ENDED)
 
     async def close(self) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError

@@ -313,6 +313,7 @@ class RolloutWorker:
     async def _by(self, end_s: float, work: Awaitable[T], phase: str) -> T:
         """``work``'s result, or ``PastDeadline`` once the clock reaches ``end_s``; ``work`` is cancelled then."""
         work_task = asyncio.ensure_future(work)
+        work_task.add_done_callback(lambda done: done.cancelled() or done.exception())
         alarm = asyncio.ensure_future(self._clock.sleep_s(end_s - self._clock.now_s()))
         try:
             await asyncio.wait({work_task, alarm}, return_when=asyncio.FIRST_COMPLETED)

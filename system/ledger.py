@@ -92,12 +92,14 @@ class GroupLedger:
         zero_signal: bool,
         incarnation: int,
         now_s: float,
+        unscored_cause: str = "",
     ) -> Verdict:
         """Accepts a finished group once, from the worker that holds its lease.
 
         Args:
             oldest_version: of the group's tokens.
             scored: trajectories with a reward.
+            unscored_cause: why others have none.
         Returns:
             ``"ready"``; ``"late_twin"``: already handed in or gone; ``"revoked"``: the lease is no longer this
             worker's, or of an earlier incarnation; or the reason it was dropped for.
@@ -117,7 +119,8 @@ class GroupLedger:
             self._revoked_submissions += 1
             return "revoked"
         if scored < self.limits.min_scored:
-            return self._drop(entry, "too_few_scored", f"{scored} trajectories scored, {self.limits.min_scored} needed")
+            cause = f"{scored} trajectories scored, {self.limits.min_scored} needed. {unscored_cause}"
+            return self._drop(entry, "too_few_scored", cause.rstrip())
         if zero_signal and self.limits.refill_zero_signal:
             return self._drop(entry, "zero_signal", "all rewards equal")
         if oldest_version < self.version - self.limits.max_staleness:

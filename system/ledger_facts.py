@@ -136,6 +136,8 @@ class Losses:
         )
         if 2 * sum(self._reasons[reason] for reason in FINAL_REASONS) >= total:
             mend = "Prompts of other difficulty, a larger group_size or a larger refill_limit would help"
+            if 2 * self._reasons["too_few_scored"] >= total:
+                mend = "The rewards could not judge these answers: mend the reward named last"
             return DataError(f"{text}. {mend}")
         return InfrastructureError(
             f"{text}. The rollout workers' logs say more; for deadline, raise rollout.deadline_s"

@@ -187,8 +187,8 @@ async def train(
                 raise _stopped(stop)
         if updates == 0 and recipe.run.steps > 0:
             raise DataError(
-                "the run made no optimiser step: every group was filtered or had equal rewards. "
-                f"Look at the rewards with: triptych show {folder.path}"
+                "the run made no optimiser step: every group was filtered or had equal rewards. Rewards that differ "
+                f"within a group are needed; {folder.rollouts} holds every answer with its reward"
             )
         return Outcome(steps=recipe.run.steps, updates=updates)
     finally:

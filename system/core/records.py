@@ -16,6 +16,9 @@ import pyarrow as pa
 
 SCHEMA_VERSION = 1
 
+REWARD_ERROR_KEY = "reward_error"
+"""In the metadata of a row without a reward: {reward name: {code, message}}, why it could not be judged."""
+
 FinishReason = Literal["stop", "length", "abort"]
 DropReason = Literal["zero_signal", "too_few_scored", "generation_failed", "deadline", "too_old", "poison", "cancelled"]
 DROP_REASONS: tuple[DropReason, ...] = (

@@ -42,7 +42,16 @@ def parse_settings(model: type[Settings], values: dict[str, Any], where: str) ->
     try:
         return model.model_validate(values)
     except ValidationError as failure:
-        raise ConfigError("\n".join(_explain(model, where, error) for error in failure.errors())) from None
+        errors = failure.errors()
+        inner = [error["loc"] for error in errors]
+        told = [  # a list whose items are wrong is not also too short
+            error
+            for error in errors
+            if not (
+                error["type"] == "too_short" and any(loc[: len(error["loc"])] == error["loc"] != loc for loc in inner)
+            )
+        ]
+        raise ConfigError("\n".join(_explain(model, where, error) for error in told)) from None
 
 
 def _explain(model: type[Settings], where: str, error: Any) -> str:
@@ -52,7 +61,7 @@ def _explain(model: type[Settings], where: str, error: Any) -> str:
         return f"{dotted}: unknown key{nearest(path[-1], _keys_at(model, path[:-1]))}"
     if error["type"] == "missing":
         return f"{dotted}: required, but missing"
-    message = error["msg"].removeprefix("Value error, ")
+    message = error["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
     shown = error.get("input")
     given = f" (got {shown!r})" if isinstance(shown, str | int | float | bool) and str(shown) not in message else ""
     return f"{dotted or where or 'recipe'}: {message[0].lower() + message[1:] if message else 'invalid'}{given}"

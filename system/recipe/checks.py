@@ -22,6 +22,9 @@ from system.recipe.placement import Placement, place, this_machine
 from system.recipe.plan import PlanLine, plan_lines
 from system.recipe.settings import Recipe
 
+PROMPTS_TRIED = 1000
+"""Prompts of the first step that the check makes, so that a broken row shows before anything starts."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -61,7 +64,7 @@ def check_recipe(recipe: Recipe, *, assume_gpus: int | None = None, local: bool 
     check_rewards(recipe.rewards, [str(source.name) for source in recipe.data])
     prompts = PromptStreamFactory(recipe.data, recipe.model.path, recipe.run.seed, longest)
     stream = prompts()
-    for position in range(recipe.stream.groups_per_step):
+    for position in range(min(recipe.stream.groups_per_step, PROMPTS_TRIED)):
         stream.prompt(position)
     return Plan(
         lines=tuple(plan_lines(recipe, model, objective, placement, stream.summary(), longest)),

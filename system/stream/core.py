@@ -124,6 +124,7 @@ class StreamCore:
                 head.zero_signal,
                 head.incarnation,
                 self._clock.now_s(),
+                head.unscored_cause,
             )
             if verdict == "ready":
                 self._payloads[head.group_id] = payload

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from system.core.records import SCHEMA_VERSION, RecordError, rewards_are_equal
+from system.core.records import REWARD_ERROR_KEY, SCHEMA_VERSION, RecordError, rewards_are_equal
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class GroupHead:
     scored: int
     """Trajectories with a reward."""
     zero_signal: bool
+    unscored_cause: str = ""
+    """Why the first trajectory without a reward could not be judged."""
 
     @staticmethod
     def from_bytes(payload: bytes) -> GroupHead:
@@ -53,4 +56,14 @@ class GroupHead:
             oldest_version=oldest_version,
             scored=len(rewards),
             zero_signal=rewards_are_equal(rewards),
+            unscored_cause=_unscored_cause(table),
         )
+
+
+def _unscored_cause(table: pa.Table) -> str:
+    """What the rewards said about the first row that has none."""
+    for reward, metadata in zip(table["reward"].to_pylist(), table["metadata"].to_pylist(), strict=True):
+        if reward is None:
+            errors = json.loads(metadata).get(REWARD_ERROR_KEY) or {}
+            return "; ".join(f"reward '{name}' {error['code']}: {error['message']}" for name, error in errors.items())
+    return ""

@@ -334,3 +334,19 @@ def test_the_client_has_every_method_of_the_core_with_the_same_arguments():
         }
 
     assert public(StreamClient) == public(StreamCore)
+
+
+def test_a_step_that_no_reward_could_judge_says_what_the_reward_said():
+    """The message names the reward, its error and the mend, not the difficulty of the prompts."""
+    said = '{"reward_error": {"style": {"code": "raised", "message": "RuntimeError: bang"}}}'
+
+    async def scenario():
+        stream = make_stream(groups_per_step=1, max_staleness=0, refill_limit=2)
+        for _ in range(2):
+            (lease,) = await stream.lease("w0", 1)
+            group = make_group(lease.group_id, rewards=(None, None), metadata=said)
+            assert await stream.submit("w0", group.to_bytes()) == "too_few_scored"
+        with pytest.raises(DataError, match=r"reward 'style' raised: RuntimeError: bang.*mend the reward"):
+            await stream.take(0, 1.0)
+
+    asyncio.run(scenario())
