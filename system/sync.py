@@ -10,6 +10,7 @@ raised as ``SyncFailed`` with the first cause and the worker's name. Every wait 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rollout_workers.fleet import Fleet
 from system.core.deadlines import within
-from system.core.errors import SyncFailed, TriptychError
+from system.core.errors import InfrastructureError, SyncFailed, TriptychError
 
 FLOAT32_LIMIT_NATS = 1e-4
 """Largest difference of a probe token's log-prob in float32, engine against learner."""
@@ -111,14 +113,16 @@ class WeightSync:
         limit: ProbeLimit,
         worlds: Sequence[int] | None = None,
     ) -> None:
+        """``worlds``: processes of each receiver in the transfer group (its tensor-parallel size); default: one."""
         self.source = source
         self.receivers = list(receivers)
         self.deadline_s = deadline_s
         self.bucket_bytes = bucket_bytes
         self.probe_tokens = list(probe_tokens) if probe_tokens is not None else None
         self.limit = limit
-        self.worlds = list(worlds) if worlds is not None else [1] * len(self.receivers)
-        """Processes of each receiver in the transfer group (its tensor-parallel size)."""
+        self.fleet = Fleet()
+        for receiver, world in zip(self.receivers, worlds or [1] * len(self.receivers), strict=True):
+            self.fleet.add(receiver.name, world)
         self._connected = False
 
     async def publish(self, version: int) -> SyncReport:
@@ -138,7 +142,8 @@ class WeightSync:
             gaps = await self._probe()
         except BaseException:
             self._connected = False
-            await self.source.close_transfer()
+            with contextlib.suppress(InfrastructureError):  # the first cause is what counts
+                await self.source.close_transfer()
             raise
         for receiver in self.receivers:
             await receiver.admit(version)
@@ -152,13 +157,12 @@ class WeightSync:
 
     async def _connect(self) -> None:
         endpoint = await self.source.open_transfer(self.deadline_s)
-        world_size = 1 + sum(self.worlds)
-        offsets = [1 + sum(self.worlds[:index]) for index in range(len(self.worlds))]
+        group = self.fleet.transfer_plan()
         joins = [
-            receiver.join_transfer(endpoint, offset, world_size, self.deadline_s)
-            for receiver, offset in zip(self.receivers, offsets, strict=True)
+            receiver.join_transfer(endpoint, group.offsets[receiver.name], group.world_size, self.deadline_s)
+            for receiver in self.receivers
         ]
-        await self._all("join transfer", joins, self.source.connect_transfer(world_size, self.deadline_s))
+        await self._all("join transfer", joins, self.source.connect_transfer(group.world_size, self.deadline_s))
         self._connected = True
 
     async def _transfer(self, manifest: Any) -> None:
