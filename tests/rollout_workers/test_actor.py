@@ -28,6 +28,8 @@ from tests.rollout_workers.torch_side import connect, logprobs, probe_gap, rollo
 
 pytestmark = pytest.mark.engine
 
+GROUPS = 240
+"""Enough that a fast machine is still generating when the weights change."""
 DEADLINE_S = 120.0
 PROBE = list(range(6, 70))
 TEMPERATURE = 1.0
@@ -121,7 +123,7 @@ def test_admitted_it_serves_through_a_sync_while_control_calls_stay_quick(
     async def serve() -> dict[int, Group]:
         running = asyncio.ensure_future(worker.run())
         await worker.admit(3)
-        await stream.put.remote([lease(index, deadline_s=DEADLINE_S) for index in range(40)])
+        await stream.put.remote([lease(index, deadline_s=DEADLINE_S) for index in range(GROUPS)])
         await groups_of(stream, {0})
         assert (await worker.status()).groups > 0
         started_s = time.monotonic()
@@ -129,7 +131,7 @@ def test_admitted_it_serves_through_a_sync_while_control_calls_stay_quick(
         await worker.admit(4)
         assert time.monotonic() - started_s < 10
         assert not running.done()
-        return await groups_of(stream, set(range(40)))
+        return await groups_of(stream, set(range(GROUPS)))
 
     groups = loop.run(serve())
     crossed = 0
@@ -140,6 +142,8 @@ def test_admitted_it_serves_through_a_sync_while_control_calls_stay_quick(
             versions = set(row.versions.tolist())
             assert versions <= {3, 4}
             crossed += len(versions) == 2
+            if len(versions) == 1 and group.group_id % 8:
+                continue
             for version in versions:
                 under = row.versions == version
                 tokens = [*row.prompt_tokens.tolist(), *row.completion_tokens.tolist()]
@@ -147,7 +151,7 @@ def test_admitted_it_serves_through_a_sync_while_control_calls_stay_quick(
                 assert np.abs(expected - row.rollout_logprobs)[under].max() < 1e-4
     assert crossed > 0
     status = loop.run(worker.status())
-    assert status.submitted == {"ready": 40}
+    assert status.submitted == {"ready": GROUPS}
     assert status.completion_tokens == sum(row.length for group in groups.values() for row in group.rows)
     seconds = loop.run(worker.activity())
     assert seconds["generate"] > 0
