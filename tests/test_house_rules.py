@@ -31,8 +31,9 @@ def importers_of(package: str) -> set[str]:
 
 
 def test_only_the_engine_and_the_weight_transfer_know_vllm() -> None:
-    allowed = {"rollout_workers/engine.py", "system/core/weights/receiver.py", "system/core/weights/register.py"}
-    assert importers_of("vllm") <= allowed
+    weight_transfer = {"system/core/weights/receiver.py", "system/core/weights/register.py"}
+    beyond = {path for path in importers_of("vllm") if not path.startswith("rollout_workers/engine/")}
+    assert beyond == weight_transfer
 
 
 def test_only_one_module_knows_deepspeed() -> None:
@@ -103,7 +104,7 @@ def test_no_wait_without_a_deadline(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_holds_one_idea(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 420
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
 
 
 @pytest.mark.parametrize(

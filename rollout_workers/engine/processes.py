@@ -1,0 +1,82 @@
+"""``RolloutEngine``: vLLM in processes of its own, as a rollout worker runs it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from rollout_workers.contract import GenerationFailed
+from rollout_workers.engine.arguments import check_backend, engine_arguments
+from rollout_workers.engine.base import CLOSE_S, ENGINE_PROCESS_ENDED, VllmEngine
+from system.core.deadlines import within
+
+
+class RolloutEngine(VllmEngine):
+    """vLLM's ``AsyncLLM``: the scheduler and each GPU's worker in a process of their own."""
+
+    async def _launch(self) -> None:
+        def launch() -> None:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            check_backend(self._backend)
+            arguments = engine_arguments(self._model, self._rollout, self._backend)
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            if self._state == "closed":
+                self.shut_down()
+
+        await asyncio.get_running_loop().run_in_executor(None, launch)
+
+    async def _request(self, prompt_tokens: Sequence[int], sampling: Any, request_id: str) -> Any:
+        try:
+            answers = [answer async for answer in self._llm.generate(self._prompt(prompt_tokens), sampling, request_id)]
+        except Exception as failure:
+            raise self._translated(request_id, failure) from failure
+        if not answers:
+            raise GenerationFailed(f"{self.name}: request {request_id} ended without an answer")
+        return answers[-1]
+
+    async def _pause(self) -> None:
+        clear_cache = self._rollout.kv_cache == "exact"
+        await self._guarded(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
+
+    async def _resume(self) -> None:
+        await self._guarded(self._llm.resume_generation())
+
+    async def _call_workers(self, method: str, **arguments: Any) -> None:
+        await self._guarded(self._llm.collective_rpc(method, kwargs=arguments))
+
+    async def _label(self, version: str) -> None:
+        await self._guarded(self._llm.update_weight_version(version))
+
+    async def _guarded(self, call: Any) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await call
+        except EngineDeadError as failure:
+            raise self._died(ENGINE_PROCESS_ENDED) from failure
+
+    async def check(self) -> None:
+        """Raises ``EngineDied`` when the engine's processes are gone."""
+        self._check_alive()
+        if self._llm.errored:
+            raise self._died(ENGINE_PROCESS_ENDED)
+
+    async def close(self) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self._enter("closed")
+        if self._llm is None:
+            return
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()
+        self._llm.output_processor.propagate_error(EngineDeadError())
+        await within(asyncio.to_thread(self.shut_down), CLOSE_S, f"{self.name}: end of vLLM's processes")
+
+    def shut_down(self) -> None:
+        """Ends vLLM's processes; for places without an event loop. Idempotent."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.shutdown()
