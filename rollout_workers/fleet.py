@@ -1,88 +1,131 @@
-"""Which rollout workers take part, and where each stands in the transfer group. Pure.
+"""Where each rollout worker stands, and which ranks its engine takes in a weight transfer. Pure; the one place that
+decides membership.
 
-Rank 0 of the group is the sender; every healthy worker follows with as many ranks as its engine has processes, in the
-order in which workers were added. So the offset of worker i is 1 + the worlds before it, and all of it changes only
-when the membership does (``generation`` counts that).
+    starting -> ready -> healthy           only a finished, verified weight sync makes a worker healthy
+    any of these -> lost -> starting       rebuilt, at most ``restarts`` times each; then it stays lost
+
+Rank 0 of a transfer group is the sender; the workers that take part follow with as many ranks as their engines have
+processes. So the offset of worker i is 1 + the worlds before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Health = Literal["healthy", "lost"]
+Health = Literal["starting", "ready", "healthy", "lost"]
+
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 60.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Member:
     """One worker: its name, and the processes its engine brings into a transfer group."""
 
     name: str
     world: int
-    health: Health = "healthy"
+    health: Health = "starting"
+    rebuilt: int = 0
+    """How often it was started again."""
     cause: str | None = None
-    """Why it was lost: the first cause."""
+    """Why it was lost last."""
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """The transfer group of one membership."""
+    """The transfer group of some workers, by value."""
 
-    generation: int
     world_size: int
     offsets: dict[str, int]
     """Worker -> first rank of its engine."""
 
 
 class Fleet:
-    """Names, health and offsets."""
+    """Names, health, restart budgets and offsets."""
 
-    def __init__(self) -> None:
+    def __init__(self, restarts: int = 0) -> None:
+        """``restarts``: how often each worker may be rebuilt."""
+        self._restarts = restarts
         self._members: dict[str, Member] = {}
-        self._generation = 0
+        self._first_cause: str | None = None
 
     def add(self, name: str, world: int = 1) -> None:
-        """A worker whose engine has ``world`` processes joins; a lost one of the same name is replaced.
+        """A worker whose engine has ``world`` processes is being started.
 
         Raises:
-            ValueError: a healthy worker of that name is there, or ``world`` is not positive.
+            ValueError: a worker of that name is there, or ``world`` is not positive.
         """
         if world < 1:
             raise ValueError(f"{name}: an engine of {world} processes")
-        if name in self._members and self._members[name].health == "healthy":
+        if name in self._members:
             raise ValueError(f"{name} is in the fleet already")
-        self._members.pop(name, None)
         self._members[name] = Member(name, world)
-        self._generation += 1
 
-    def lose(self, name: str, cause: str) -> None:
-        """A worker is gone; the first cause stays."""
+    def started(self, name: str) -> None:
+        """Its engine is loaded; the next weight sync takes it in."""
+        self._move(name, ("starting",), "ready")
+
+    def admitted(self, name: str) -> None:
+        """A weight sync to it is finished and verified."""
+        self._move(name, ("ready", "healthy"), "healthy")
+
+    def lose(self, name: str, cause: str) -> bool:
+        """It is gone, or must not serve any more. Returns whether it may be rebuilt."""
         member = self._members[name]
-        if member.health == "healthy":
-            self._members[name] = Member(name, member.world, "lost", cause)
-            self._generation += 1
+        if member.health != "lost":
+            member.health, member.cause = "lost", cause
+            self._first_cause = self._first_cause or f"{name}: {cause}"
+        return member.rebuilt < self._restarts
 
-    def remove(self, name: str) -> None:
-        """A worker leaves for good."""
-        if self._members.pop(name).health == "healthy":
-            self._generation += 1
+    def rebuild(self, name: str) -> None:
+        """A lost worker is being started again.
+
+        Raises:
+            ValueError: it is not lost, or was rebuilt as often as allowed.
+        """
+        member = self._members[name]
+        if member.health != "lost" or member.rebuilt >= self._restarts:
+            raise ValueError(f"{name} is {member.health}, rebuilt {member.rebuilt} of {self._restarts} times")
+        member.health, member.rebuilt = "starting", member.rebuilt + 1
+
+    def pause_before_rebuild_s(self, name: str) -> float:
+        """None before the first rebuild, then twice as long each time."""
+        rebuilt = self._members[name].rebuilt
+        return 0.0 if rebuilt == 0 else min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (rebuilt - 1))
 
     def members(self) -> list[Member]:
         return list(self._members.values())
 
-    def healthy(self) -> list[str]:
-        return [member.name for member in self._members.values() if member.health == "healthy"]
+    def named(self, *healths: Health) -> list[str]:
+        """Workers in one of these states, in the order in which they were added."""
+        return [member.name for member in self._members.values() if member.health in healths]
 
+    def producers(self) -> list[str]:
+        """Workers that produce groups, or will once they are (re)built."""
+        return [
+            member.name
+            for member in self._members.values()
+            if member.health != "lost" or member.rebuilt < self._restarts
+        ]
+
+    @property
     def first_cause(self) -> str | None:
-        """Of the worker that was lost first and is still listed."""
-        return next((f"{m.name}: {m.cause}" for m in self._members.values() if m.health == "lost"), None)
+        """Of the worker that was lost first, in the whole run."""
+        return self._first_cause
 
-    def transfer_plan(self) -> TransferPlan:
-        """Offsets of the healthy workers, by value; a group built for another ``generation`` must be rebuilt."""
+    def transfer_plan(self, names: Sequence[str]) -> TransferPlan:
+        """Offsets of the named workers in a group of their own, in this order."""
         offsets: dict[str, int] = {}
         rank = 1
-        for member in self._members.values():
-            if member.health == "healthy":
-                offsets[member.name] = rank
-                rank += member.world
-        return TransferPlan(self._generation, rank, offsets)
+        for name in names:
+            offsets[name] = rank
+            rank += self._members[name].world
+        return TransferPlan(rank, offsets)
+
+    def _move(self, name: str, allowed: tuple[Health, ...], to: Health) -> None:
+        member = self._members[name]
+        if member.health not in allowed:
+            raise ValueError(f"{name} is {member.health}, it cannot become {to}")
+        member.health = to

@@ -54,6 +54,8 @@ class RolloutSettings(Settings):
     """Memory for keys and values per engine process. Default: 1 GiB without a GPU, vLLM's own choice with one."""
     start_deadline_s: float = Field(default=600.0, gt=0)
     """How long an engine may take to start."""
+    restarts: int = Field(default=3, ge=0)
+    """How often a worker that was lost is built again, each worker for itself."""
     engine: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's ``EngineArgs``, passed through."""
 

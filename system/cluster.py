@@ -20,10 +20,10 @@ from reward_service.scorer import build_scorer
 from rollout_workers.actor import RolloutClient, WorkerPlan, create_rollout_actor
 from system import ray_session
 from system.control import start_control
-from system.core.errors import WorkerLost
 from system.logs import LOG_FOLDER_VARIABLE, QUIET_ENVIRONMENT, ROLE_VARIABLE
 from system.parts import LearnerPart, learner_plan, ledger_limits, probe_limit, probe_tokens
 from system.recipe import Plan, Recipe
+from system.rollouts import RolloutWorkers
 from system.run import Parts
 from system.run_folder import RunFolder, RunRecord
 from system.stream import StreamClient
@@ -31,50 +31,6 @@ from system.stream.actor import start_stream
 from system.sync import WeightSync
 
 log = logging.getLogger("triptych.cluster")
-
-STOP_S = 20.0
-"""Longest time for one role to end by itself; Ray ends what is left."""
-
-
-class ClusterRollouts:
-    """The rollout workers together, as the loop sees them."""
-
-    def __init__(self, workers: list[RolloutClient], stream: StreamClient) -> None:
-        self._workers = workers
-        self._running = {worker.name: asyncio.ensure_future(worker.run()) for worker in workers}
-        for worker in workers:
-            self._running[worker.name].add_done_callback(
-                lambda task, name=worker.name: self._ended(task, name, stream)  # type: ignore[misc]
-            )
-        self._reports: set[asyncio.Task[Any]] = set()
-
-    async def activity(self) -> dict[str, float]:
-        """Mean over the workers that answer."""
-        answers = await asyncio.gather(*(worker.activity() for worker in self._alive()), return_exceptions=True)
-        known = [answer for answer in answers if isinstance(answer, dict)]
-        kinds = {kind for answer in known for kind in answer}
-        return {kind: sum(answer.get(kind, 0.0) for answer in known) / len(known) for kind in kinds}
-
-    async def check(self) -> None:
-        if not self._alive():
-            first = next(iter(self._running.values()))
-            cause = first.exception() if not first.cancelled() else None
-            raise WorkerLost(f"no rollout worker is left: {cause}") from cause
-
-    async def close(self) -> None:
-        await asyncio.gather(*(worker.close() for worker in self._workers), return_exceptions=True)
-        for task in self._running.values():
-            task.cancel()
-
-    def _alive(self) -> list[RolloutClient]:
-        return [worker for worker in self._workers if not self._running[worker.name].done()]
-
-    def _ended(self, task: asyncio.Task[None], name: str, stream: StreamClient) -> None:
-        """Tells the stream of a lost worker: its groups are issued again, a waiting step learns the cause."""
-        if task.cancelled() or task.exception() is None:
-            return
-        report = stream.report_failure(name, str(task.exception()), len(self._alive()))
-        self._reports.add(asyncio.ensure_future(report))
 
 
 @contextlib.asynccontextmanager
@@ -103,26 +59,22 @@ async def open_parts(recipe: Recipe, plan: Plan, folder: RunFolder, record: RunR
             ],
         )
         opened.push_async_callback(pool.close)
-        _, workers = await _together(
-            pool.start(), _start_rollouts(recipe, plan, folder, record, stream, scorer, opened)
-        )
+        workers = await _rollout_workers(recipe, plan, folder, record, stream, scorer)
+        opened.push_async_callback(workers.close)
+        await _together(pool.start(), workers.start())
 
-        rollouts = ClusterRollouts(workers, stream)
-        opened.push_async_callback(rollouts.close)
-        learner = LearnerPart(pool, plan.placement.sync_backend, await _sender_address(pool, workers))
+        learner = LearnerPart(pool, plan.placement.sync_backend, several_nodes=_several_nodes())
         sync = WeightSync(
             learner, workers, deadline_s=recipe.sync.deadline_s, bucket_bytes=recipe.sync.bucket_bytes,
             probe_tokens=probe_tokens(recipe, prompts), limit=probe_limit(recipe, record),
-            worlds=[recipe.rollout.tensor_parallel] * len(workers),
         )  # fmt: skip
-        yield Parts(stream=stream, learner=learner, rollouts=rollouts, sync=sync, control=control)
+        yield Parts(stream=stream, learner=learner, rollouts=workers, sync=sync, control=control)
 
 
-async def _start_rollouts(
-    recipe: Recipe, plan: Plan, folder: RunFolder, record: RunRecord, stream: StreamClient, scorer: Any,
-    opened: contextlib.AsyncExitStack,
-) -> list[RolloutClient]:  # fmt: skip
-    """Engines start while the reference model loads; a worker gets the reference client before it serves."""
+async def _rollout_workers(
+    recipe: Recipe, plan: Plan, folder: RunFolder, record: RunRecord, stream: StreamClient, scorer: Any
+) -> RolloutWorkers:
+    """The rollout workers, not started yet; engines start while the reference model loads."""
     actors: list[Any] = []
     if plan.needs_reference:
         settings = recipe.reference.model_copy(update={"threads": plan.placement.reference_threads})
@@ -132,17 +84,23 @@ async def _start_rollouts(
         ]
         actors = await start_reference_actors(recipe.model, settings, recipe.rollout.temperature, options)
     reference = ReferenceFactory(tuple(actors), recipe.reference.deadline_s) if actors else None
-    workers = []
-    for index in range(recipe.rollout.workers):
+
+    def build(name: str) -> RolloutClient:
         worker_plan = WorkerPlan(
-            name=f"rollout-{index}", model=recipe.model, rollout=recipe.rollout, run_name=record.run_id,
+            name=name, model=recipe.model, rollout=recipe.rollout, run_name=record.run_id,
             run_seed=recipe.run.seed, stream=StreamFactory(stream), scorer=scorer, reference=reference,
             threads=plan.placement.engine_cores, backend=_backend(plan),
         )  # fmt: skip
-        options_of = _options(folder, worker_plan.name, plan.placement.rollout_gpus_each)
-        workers.append(create_rollout_actor(worker_plan, **options_of))
-    await _together(*(worker.start(recipe.rollout.start_deadline_s) for worker in workers))
-    return workers
+        return create_rollout_actor(worker_plan, **_options(folder, name, plan.placement.rollout_gpus_each))
+
+    return RolloutWorkers(
+        [f"rollout-{index}" for index in range(recipe.rollout.workers)],
+        build,
+        stream,
+        world=recipe.rollout.tensor_parallel,
+        restarts=recipe.rollout.restarts,
+        start_deadline_s=recipe.rollout.start_deadline_s,
+    )
 
 
 @dataclass(frozen=True)
@@ -180,12 +138,11 @@ def _backend(plan: Plan) -> Any:
     return plan.placement.sync_backend
 
 
-async def _sender_address(pool: LearnerPool, workers: list[RolloutClient]) -> str:
-    """Loopback while all roles are on one node, else the address of learner rank 0's node."""
+def _several_nodes() -> bool:
+    """Whether roles may be on different machines; on one, everything stays on loopback."""
     import ray
 
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    return "127.0.0.1" if len(nodes) == 1 else await pool.sender_address(STOP_S)
+    return sum(node["Alive"] for node in ray.nodes()) > 1
 
 
 async def _together(*calls: Any) -> list[Any]:

@@ -248,6 +248,10 @@ class GroupLedger:
     def steps_committed(self) -> int:
         return self._steps
 
+    def held_by(self, worker: str) -> int:
+        """Leases that ``worker`` holds."""
+        return sum(entry.worker == worker for entry in self._in_state("leased"))
+
     @property
     def producing(self) -> bool:
         """Some worker holds a lease."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from learner.pool import LearnerPool
 from learner.reference_actor import ReferenceWorker
 from reward_service.scorer import build_scorer
 from rollout_workers.engine import LocalEngine
+from rollout_workers.fleet import TransferPlan
 from rollout_workers.worker import RolloutWorker
 from system.core.clock import RealClock
 from system.parts import LearnerPart, learner_plan, ledger_limits, probe_limit, probe_tokens
@@ -30,7 +32,7 @@ ENGINE_START_S = 600.0
 
 
 class LocalRollouts:
-    """The one worker of a local run, as the loop sees it."""
+    """The one worker of a local run, as the loop and the weight sync see it. It is never rebuilt."""
 
     def __init__(self, worker: RolloutWorker, running: asyncio.Task[None]) -> None:
         self._worker = worker
@@ -44,6 +46,20 @@ class LocalRollouts:
             failure = self._running.exception()
             if failure is not None:
                 raise failure
+
+    def receivers(self) -> list[Any]:
+        return [self._worker]
+
+    def late(self) -> list[Any]:
+        return []
+
+    def transfer_plan(self, receivers: Sequence[Any]) -> TransferPlan:
+        return TransferPlan(world_size=1 + len(receivers), offsets={self._worker.name: 1})
+
+    def admitted(self, receiver: Any) -> None: ...
+
+    def lose(self, receiver: Any, cause: str) -> bool:
+        return False
 
 
 @contextlib.asynccontextmanager
@@ -80,12 +96,13 @@ async def open_parts(recipe: Recipe, plan: Plan, folder: RunFolder, record: RunR
         running = asyncio.create_task(worker.run(), name="rollout worker")
         opened.push_async_callback(_stop, worker, running)
 
-        learner = LearnerPart(pool, "inline", "127.0.0.1")
+        learner = LearnerPart(pool, "inline")
+        rollouts = LocalRollouts(worker, running)
         sync = WeightSync(
-            learner, [worker], deadline_s=recipe.sync.deadline_s, bucket_bytes=recipe.sync.bucket_bytes,
+            learner, rollouts, deadline_s=recipe.sync.deadline_s, bucket_bytes=recipe.sync.bucket_bytes,
             probe_tokens=probe_tokens(recipe, prompts), limit=probe_limit(recipe, record),
         )  # fmt: skip
-        yield Parts(stream=stream, learner=learner, rollouts=LocalRollouts(worker, running), sync=sync)
+        yield Parts(stream=stream, learner=learner, rollouts=rollouts, sync=sync)
 
 
 async def _stop(worker: RolloutWorker, running: asyncio.Task[None]) -> None:

@@ -14,11 +14,12 @@ from learner.pool import LearnerPool
 from learner.rank import LearnerPlan, StepReport
 from system.core.protocols import Prompt
 from system.core.records import Group
+from system.core.weights.sender import LOOPBACK
 from system.core.weights.wire import Endpoint, Manifest
 from system.ledger_facts import LedgerLimits
+from system.probe import ProbeLimit
 from system.recipe import Plan, Recipe
 from system.run_folder import RunRecord
-from system.sync import ProbeLimit
 
 PROBE_TOKENS = 48
 LEARNER_FOLDER, MODEL_FOLDER = "learner", "hf"
@@ -27,10 +28,11 @@ LEARNER_FOLDER, MODEL_FOLDER = "learner", "hf"
 class LearnerPart:
     """The learner pool as the loop (``step``, ``save``, ``load``) and the weight sync see it."""
 
-    def __init__(self, pool: LearnerPool, backend: str, address: str) -> None:
+    def __init__(self, pool: LearnerPool, backend: str, *, several_nodes: bool = False) -> None:
+        """``several_nodes``: receivers may be on other machines than learner rank 0; else all stays on loopback."""
         self.pool = pool
         self._backend: Any = backend
-        self._address = address
+        self._several_nodes = several_nodes
 
     async def step(self, groups: Sequence[bytes], step: int, version: int) -> StepReport:
         return await self.pool.step([Group.from_bytes(payload) for payload in groups], step, version)
@@ -43,8 +45,13 @@ class LearnerPart:
     async def load(self, folder: Path) -> None:
         await self.pool.load(folder / LEARNER_FOLDER)
 
+    async def restart(self, folder: Path | None) -> None:
+        """New ranks, from the checkpoint in ``folder``, or from the starting model."""
+        await self.pool.restart(folder / LEARNER_FOLDER if folder is not None else None)
+
     async def open_transfer(self, deadline_s: float) -> Endpoint:
-        return await self.pool.open_transfer(deadline_s, self._backend, self._address)
+        address = await self.pool.sender_address(deadline_s) if self._several_nodes else LOOPBACK
+        return await self.pool.open_transfer(deadline_s, self._backend, address)
 
     async def connect_transfer(self, world_size: int, deadline_s: float) -> None:
         await self.pool.connect_transfer(world_size, deadline_s)

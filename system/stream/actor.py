@@ -73,8 +73,8 @@ class StreamActor:
         return await self._core.revoke(worker, cause, lost)
 
     @ray.method(concurrency_group="control")
-    async def report_failure(self, worker: str, cause: str, workers_left: int) -> list[int]:
-        return await self._core.report_failure(worker, cause, workers_left)
+    async def report_failure(self, worker: str, cause: str, workers_left: int, suspect: bool) -> list[int]:
+        return await self._core.report_failure(worker, cause, workers_left, suspect)
 
     @ray.method(concurrency_group="control")
     async def report_recovery(self, workers_left: int) -> None:
@@ -91,6 +91,10 @@ class StreamActor:
     @ray.method(concurrency_group="control")
     async def restore(self, snapshot: Mapping[str, Any], version: int, incarnation: int) -> None:
         await self._core.restore(snapshot, version, incarnation)
+
+    @ray.method(concurrency_group="control")
+    async def release(self) -> None:
+        await self._core.release()
 
     @ray.method(concurrency_group="control")
     async def cancel(self) -> None:

@@ -41,8 +41,8 @@ class StreamClient:
     async def revoke(self, worker: str, cause: str, lost: bool = True) -> list[int]:
         return await self._call("revoke", worker, cause, lost)
 
-    async def report_failure(self, worker: str, cause: str, workers_left: int) -> list[int]:
-        return await self._call("report_failure", worker, cause, workers_left)
+    async def report_failure(self, worker: str, cause: str, workers_left: int, suspect: bool = True) -> list[int]:
+        return await self._call("report_failure", worker, cause, workers_left, suspect)
 
     async def report_recovery(self, workers_left: int) -> None:
         await self._call("report_recovery", workers_left)
@@ -64,6 +64,9 @@ class StreamClient:
 
     async def restore(self, snapshot: Mapping[str, Any], version: int, incarnation: int) -> None:
         await self._call("restore", dict(snapshot), version, incarnation)
+
+    async def release(self) -> None:
+        await self._call("release")
 
     async def cancel(self) -> None:
         await self._call("cancel")

@@ -29,6 +29,8 @@ LEASE_WAIT_S = 2.0
 """A request for work returns empty-handed after this, so that a worker can look up between requests."""
 TICK_S = 0.5
 """How often a wait looks for expired leases."""
+ASKING_S = 2 * TICK_S
+"""A worker with room asks again at every tick; one that has not for this long wants nothing."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class StreamCore:
         self._first_cause: str | None = None
         self._workers_left: int | None = None
         self._broken: Exception | None = None
+        self._held = False
+        self._asked_s: dict[str, float] = {}
 
     # Rollout workers
 
@@ -93,7 +97,7 @@ class StreamCore:
                 if self._revocations.get(worker, 0) != revocations:
                     self._changes.forget(watch)
                     return []
-                tickets = self._ledger.lease(worker, room, now_s)
+                tickets = [] if self._held else self._ledger.lease(worker, self._share(worker, room, now_s), now_s)
             if tickets:
                 self._changes.forget(watch)
                 return self._with_prompts(worker, tickets)
@@ -149,12 +153,15 @@ class StreamCore:
         self._changes.announce()
         return group_ids
 
-    async def report_failure(self, worker: str, cause: str, workers_left: int) -> list[int]:
-        """``worker`` is lost, ``workers_left`` can still produce (restarting ones included).
+    async def report_failure(self, worker: str, cause: str, workers_left: int, suspect: bool = True) -> list[int]:
+        """``worker`` is lost, ``workers_left`` can still produce (those being rebuilt included).
 
         With none left, a ``take`` that cannot be filled raises ``WorkerLost`` with the first cause at once.
+
+        Args:
+            suspect: the groups it held may be what killed it; each such loss uses up one of their attempts.
         """
-        group_ids = await self.revoke(worker, cause)
+        group_ids = await self.revoke(worker, cause, lost=suspect)
         with self._lock:
             if self._first_cause is None:
                 self._first_cause = f"worker {worker}: {cause}"
@@ -213,11 +220,21 @@ class StreamCore:
             return self._ledger.snapshot()
 
     async def restore(self, snapshot: Mapping[str, Any], version: int, incarnation: int) -> None:
-        """Goes back to ``snapshot`` (an empty one: to the start). Leases are revoked and finished groups discarded."""
+        """Goes back to ``snapshot`` (an empty one: to the start). Leases are revoked and finished groups discarded.
+
+        Nothing is leased until ``release``: the restored weights must reach the workers first.
+        """
         with self._lock:
             self._ledger.restore(snapshot, incarnation, version)
             self._payloads.clear()
+            self._held = True
             self._wait_s = self._idle_s = 0.0
+        self._changes.announce()
+
+    async def release(self) -> None:
+        """Leases are given from now on."""
+        with self._lock:
+            self._held = False
         self._changes.announce()
 
     async def cancel(self) -> None:
@@ -239,6 +256,16 @@ class StreamCore:
             return f"{text}; first lost {self._first_cause}" if self._first_cause else text
 
     # Inside; all but the last with the lock held
+
+    def _share(self, worker: str, room: int, now_s: float) -> int:
+        """What ``worker`` may lease now: its part of all outstanding groups, among the workers that ask for some.
+
+        A worker that could do more is not held back for longer than a busy or dead one stays on this list.
+        """
+        self._asked_s[worker] = now_s
+        self._asked_s = {name: asked_s for name, asked_s in self._asked_s.items() if now_s - asked_s <= ASKING_S}
+        part = -(-self._ledger.limits.outstanding_groups // len(self._asked_s))
+        return max(0, min(room, part - self._ledger.held_by(worker)))
 
     def _expire(self, now_s: float) -> None:
         expired = self._ledger.expire(now_s)

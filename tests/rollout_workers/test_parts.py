@@ -1,4 +1,4 @@
-"""The worker's pure parts: settings, activity, fleet, and the thread that steps an engine."""
+"""The worker's pure parts: settings, activity, and the thread that steps an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_workers.activity import ACTIVITIES, ActivityMeter
-from rollout_workers.fleet import Fleet
 from rollout_workers.settings import RolloutSettings
 from rollout_workers.step_thread import StepThread
 from system.core.errors import ConfigError
@@ -83,49 +82,6 @@ def test_every_second_is_counted_once_for_the_first_of_what_runs(happenings: lis
 def test_leaving_what_was_not_entered_is_a_defect() -> None:
     with pytest.raises(ValueError, match="reward"):
         ActivityMeter(0.0).leave("reward", 1.0)
-
-
-def test_the_offset_of_a_worker_is_one_plus_the_processes_before_it() -> None:
-    fleet = Fleet()
-    fleet.add("w0", world=2)
-    fleet.add("w1")
-    fleet.add("w2", world=4)
-    plan = fleet.transfer_plan()
-    assert plan.offsets == {"w0": 1, "w1": 3, "w2": 4}
-    assert plan.world_size == 8
-
-
-def test_losing_a_worker_moves_the_others_up_and_asks_for_a_new_group() -> None:
-    fleet = Fleet()
-    for name in ("w0", "w1", "w2"):
-        fleet.add(name, world=2)
-    before = fleet.transfer_plan()
-    fleet.lose("w1", "killed")
-    fleet.lose("w1", "a later cause")
-    after = fleet.transfer_plan()
-    assert after.offsets == {"w0": 1, "w2": 3}
-    assert after.generation == before.generation + 1
-    assert fleet.first_cause() == "w1: killed"
-    fleet.add("w1", world=2)
-    assert fleet.transfer_plan().offsets == {"w0": 1, "w2": 3, "w1": 5}
-    assert fleet.first_cause() is None
-
-
-@given(st.lists(st.integers(1, 8), min_size=1, max_size=8))
-def test_ranks_are_dense_and_never_shared(worlds: list[int]) -> None:
-    fleet = Fleet()
-    for index, world in enumerate(worlds):
-        fleet.add(f"w{index}", world)
-    plan = fleet.transfer_plan()
-    ranks = [plan.offsets[f"w{index}"] + process for index, world in enumerate(worlds) for process in range(world)]
-    assert ranks == list(range(1, plan.world_size))
-
-
-def test_a_healthy_name_is_taken() -> None:
-    fleet = Fleet()
-    fleet.add("w0")
-    with pytest.raises(ValueError, match="w0"):
-        fleet.add("w0")
 
 
 def test_commands_run_between_steps_on_one_thread() -> None:

@@ -259,6 +259,7 @@ def test_going_back_discards_what_was_ready_and_issues_it_again_under_the_new_ve
         saved = await stream.snapshot()
         await produce(stream, room=2)
         await stream.restore(saved, version=5, incarnation=1)
+        await stream.release()
         assert await stream.take(5, 0.01) is None
         leases = await produce(stream, room=2)
         assert [(lease.group_id, lease.version, lease.incarnation) for lease in leases] == [(2, 5, 1), (3, 5, 1)]
@@ -271,8 +272,42 @@ def test_an_empty_snapshot_is_the_start_of_the_run():
     async def scenario():
         stream = StreamCore(make_limits(), 2, make_prompt, incarnation=1)
         await stream.restore({}, version=3, incarnation=1)
+        await stream.release()
         leases = await stream.lease("w0", 1)
         assert [(lease.group_id, lease.version, lease.incarnation) for lease in leases] == [(0, 3, 1)]
+
+    asyncio.run(scenario())
+
+
+def test_after_going_back_nothing_is_leased_until_the_restored_weights_are_out():
+    async def scenario():
+        stream = make_stream()
+        waiting = asyncio.create_task(stream.lease("w1", 1))
+        await produce(stream, room=4)
+        snapshot = await stream.snapshot()
+        await stream.restore(snapshot, version=1, incarnation=1)
+        assert await stream.lease("w0", 1) == []
+        assert await waiting == []
+        asking = asyncio.create_task(stream.lease("w0", 1))
+        await asyncio.sleep(0.05)
+        await stream.release()
+        assert [lease.version for lease in await asking] == [1]
+
+    asyncio.run(scenario())
+
+
+def test_workers_that_ask_share_the_work_and_a_busy_one_is_not_waited_for():
+    async def scenario():
+        stream = make_stream(groups_per_step=4, max_staleness=1)
+        first, second = asyncio.create_task(stream.lease("w0", 1)), asyncio.create_task(stream.lease("w1", 1))
+        assert len(await first) == len(await second) == 1
+        assert len(await stream.lease("w0", 99)) == 3
+        assert len(await stream.lease("w1", 99)) == 3
+        await asyncio.sleep(1.1)
+        for group_id in range(4):
+            worker = "w0" if group_id in (0, 2, 3) else "w1"
+            await stream.give_up(worker, group_id, "cancelled", "to have something to hand out")
+        assert len(await stream.lease("w0", 99)) == 4
 
     asyncio.run(scenario())
 
