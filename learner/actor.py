@@ -11,6 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from learner.rank import LearnerPlan, LearnerRank
+from learner.world import RanksDisconnected, is_disconnection
+from system.core.deadlines import first_line
+from system.core.weights.sender import LOOPBACK
 
 
 class LearnerActor:
@@ -26,10 +29,8 @@ class LearnerActor:
         return await asyncio.get_running_loop().run_in_executor(self._worker, self._run, method, arguments)
 
     async def node_address(self) -> str:
-        """This node's address as the cluster knows it."""
-        import ray
-
-        return str(ray.util.get_node_ip_address())
+        """Where other processes of the cluster reach this machine: loopback while the cluster has no other."""
+        return await asyncio.to_thread(_node_address)
 
     async def status(self) -> dict[str, Any]:
         """What the rank is doing now."""
@@ -43,5 +44,17 @@ class LearnerActor:
         self._running = method
         try:
             return getattr(self._rank, method)(*arguments)
+        except RuntimeError as failure:
+            if not is_disconnection(failure):
+                raise
+            where = f"learner rank {self._rank.rank}: {method}"
+            raise RanksDisconnected(f"{where}: lost the other ranks: {first_line(failure)}") from failure
         finally:
             self._running = None
+
+
+def _node_address() -> str:
+    import ray
+
+    machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    return LOOPBACK if len(machines) < 2 else str(ray.util.get_node_ip_address())

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from learner.rank import LearnerPlan, LearnerRank
 from system.core.deadlines import as_raised
 from system.core.errors import LearnerLost
+from system.core.weights.sender import LOOPBACK
 
 
 class RankHandle(Protocol):
@@ -26,7 +27,7 @@ class RankHandle(Protocol):
         ...
 
     async def node_address(self) -> str:
-        """Where other nodes reach this rank's machine."""
+        """Where other processes of the cluster reach this rank's machine."""
         ...
 
     async def close(self) -> None:
@@ -46,7 +47,7 @@ class LocalRank:
         return await asyncio.get_running_loop().run_in_executor(self._worker, getattr(self._rank, method), *arguments)
 
     async def node_address(self) -> str:
-        return "127.0.0.1"
+        return LOOPBACK
 
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._worker, self._rank.close)
@@ -63,7 +64,7 @@ class ActorRank:
         from learner.actor import LearnerActor
 
         self.name = f"learner rank {rank}"
-        self._actor = ray.remote(LearnerActor).options(**with_patient_threads(options)).remote(plan, rank, size)
+        self._actor = ray.remote(LearnerActor).options(**options).remote(plan, rank, size)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         return await as_raised(self._actor.call.remote(method, arguments), self.name, LearnerLost)
@@ -75,13 +76,3 @@ class ActorRank:
         import ray
 
         ray.kill(self._actor, no_restart=True)
-
-
-def with_patient_threads(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Actor options under which OpenMP threads sleep where they wait for each other, unless they say otherwise.
-
-    Spinning is faster on cores of one's own, and several times slower on cores that an engine uses too.
-    """
-    environment = dict(options.get("runtime_env") or {})
-    variables = {"OMP_WAIT_POLICY": "PASSIVE", **environment.get("env_vars", {})}
-    return {**options, "runtime_env": {**environment, "env_vars": variables}}

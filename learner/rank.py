@@ -10,6 +10,7 @@ import json
 import pickle
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from learner.world import Meeting, MeetingPoint, World
 from system.core.errors import CheckpointDamaged, ConfigError
 from system.core.model import ModelSettings
 from system.core.records import Group
-from system.core.weights.sender import Sender, SenderBackend, SendReport, manifest_of, replay
+from system.core.weights.sender import Sender, SenderBackend, SendReport, manifest_of
 from system.core.weights.wire import DEFAULT_BUCKET_BYTES, Endpoint, Manifest
 
 STATE_FILE = "learner.json"
@@ -259,13 +260,19 @@ class LearnerRank:
         self._open_sender().connect(world_size, deadline_s)
 
     def send_weights(self, manifest: Manifest, deadline_s: float) -> SendReport | None:
-        """Gathers the manifest's buckets on all ranks; rank 0 sends them and reports."""
+        """Rank 0 sends the manifest's weights and reports; under ZeRO 3 the others gather with it.
+
+        Raises:
+            SyncFailed: on rank 0, the transfer broke; the same manifest can be sent again.
+        """
+        together = self.plan.learner.zero == 3
         try:
-            if self.rank == 0:
-                return self._open_sender().send(manifest, self.weights, deadline_s)
-            if self.plan.learner.zero == 3:
-                replay(manifest, self.weights)
-            return None
+            if self.rank > 0:
+                if together:
+                    self.weights.follow(self.world)
+                return None
+            with self.weights.lead(self.world) if together else nullcontext(self.weights) as source:
+                return self._open_sender().send(manifest, source, deadline_s)
         finally:
             self.weights.release()
 

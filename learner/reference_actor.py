@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from learner.handles import with_patient_threads
 from learner.reference import ReferenceModel
 from learner.settings import ReferenceSettings
 from system.core.deadlines import answer, within
@@ -176,7 +175,7 @@ async def start_reference_actors(
 
     options = list(actor_options) if actor_options is not None else [{}] * settings.workers
     made = ray.remote(ReferenceActor)
-    actors = [made.options(**with_patient_threads(chosen)).remote(model, settings, temperature) for chosen in options]
+    actors = [made.options(**chosen).remote(model, settings, temperature) for chosen in options]
     loading = [
         answer(actor.start.remote(), settings.start_deadline_s, f"reference worker {index}: load the model", WorkerLost)
         for index, actor in enumerate(actors)

@@ -6,13 +6,15 @@ a checkpoint of the model holds, each weight once. All ranks gather together, be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from learner.world import World
+from system.core.weights.sender import WeightSource
 from system.core.weights.wire import ParameterInfo
 
 WholeParameters = Callable[[list[nn.Parameter]], AbstractContextManager[None]]
@@ -42,6 +44,23 @@ class PolicyWeights:
         """Forgets what the last ``gather`` left behind; called after a sync and before the weights change."""
         self._last = None
 
+    @contextmanager
+    def lead(self, world: World) -> Iterator[WeightSource]:
+        """On rank 0: a source of which every ``gather`` takes the other ranks along, who ``follow`` until it ends.
+
+        However it ends: a transfer that breaks at any bucket leaves no rank waiting in a gather.
+        """
+        try:
+            yield _Leading(self, world)
+        finally:
+            world.broadcast(None)
+
+    def follow(self, world: World) -> None:
+        """On the other ranks: gathers what rank 0 gathers, as long as it leads."""
+        names: Sequence[str] | None
+        while (names := world.broadcast(None)) is not None:
+            self.gather(names)
+
     def _of_unit(self, unit: int) -> dict[str, Tensor]:
         if self._last is not None and self._last[0] == unit:
             return self._last[1]
@@ -54,6 +73,19 @@ class PolicyWeights:
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         self._last = (unit, tensors)
         return tensors
+
+
+class _Leading:
+    """Tells the other ranks what rank 0 gathers next, before it does."""
+
+    def __init__(self, weights: PolicyWeights, world: World) -> None:
+        self.parameters = weights.parameters
+        self._weights = weights
+        self._world = world
+
+    def gather(self, names: Sequence[str]) -> list[Tensor]:
+        self._world.broadcast(list(names))
+        return self._weights.gather(names)
 
 
 def _entries(causal_lm: nn.Module) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """The learner ranks as a process group: who they are, how they find each other, how they exchange small facts.
 
-Rank 0 binds a port of its own choice (loopback when all ranks share a machine without GPUs) and hands the endpoint
-around by value; a world of one opens no port outside loopback. A process is in one world at a time; opening the same
+Rank 0 binds a port of its own choice at the address it is given, and the endpoint is handed around by value; a world
+of one opens no port outside loopback. A process is in one world at a time; opening the same
 place in it again joins the one that is there, and a world of one is kept for the life of the process.
 """
 
@@ -16,11 +16,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from system.core.errors import InfrastructureError
+from system.core.errors import InfrastructureError, LearnerLost
 
 T = TypeVar("T")
 
 _stores: list[dist.Store] = []
+
+
+class RanksDisconnected(LearnerLost):
+    """A rank lost the others: one of them is gone, or did not come to a collective in time."""
+
+
+def is_disconnection(failure: RuntimeError) -> bool:
+    """Whether a collective failed for want of another rank."""
+    return isinstance(failure, dist.DistError) or "/gloo/" in str(failure)
 
 
 @dataclass(frozen=True)
@@ -113,6 +122,14 @@ class World:
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, value)
         return gathered
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on every rank; a collective call."""
+        if self.size == 1:
+            return value
+        carried: list[Any] = [value]
+        dist.broadcast_object_list(carried, src=0)
+        return carried[0]
 
     def close(self) -> None:
         """Leaves a world of several ranks."""

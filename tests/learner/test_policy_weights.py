@@ -1,9 +1,12 @@
-"""Weights for a sync are those of the checkpoint on disk: same names, same shapes, same values, each once."""
+"""Weights for a sync are those of the checkpoint on disk, each once; ranks that gather together also stop together."""
 
 from __future__ import annotations
 
+import queue
+import threading
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from learner.model import load_causal_lm
 from learner.weights import PolicyWeights
 from system.core.model import ModelSettings
-from system.core.weights.wire import ParameterInfo
+from system.core.weights.wire import ParameterInfo, TransferBroken
 
 
 def tiny_moe(folder: Path) -> Path:
@@ -52,3 +55,45 @@ def test_gathered_weights_are_the_current_ones_after_a_release(tmp_path):
             parameter.add_(1.0)
     source.release()
     assert torch.equal(source.gather([name])[0], before + 1.0)
+
+
+class TwoInThreads:
+    """A world of two whose broadcast is a queue."""
+
+    def __init__(self) -> None:
+        self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def broadcast(self, value: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            self._told.put(value)
+            return value
+        return self._told.get(timeout=10.0)
+
+
+@pytest.mark.parametrize("breaks_at", [0, 1, 5, None])
+def test_the_other_ranks_gather_what_rank_0_gathers_and_stop_where_it_stops(tiny_llama, breaks_at):
+    model = load_causal_lm(ModelSettings(path=str(tiny_llama), dtype="float32"))
+    gathered: tuple[list[int], list[int]] = ([], [])
+
+    def source(rank: int) -> PolicyWeights:
+        def whole(parameters: list[torch.nn.Parameter]) -> nullcontext[None]:
+            gathered[rank].extend(id(parameter) for parameter in parameters)
+            return nullcontext()
+
+        return PolicyWeights(model, whole, keep_copies=True)
+
+    weights, following, world = source(0), source(1), TwoInThreads()
+    follower = threading.Thread(target=following.follow, args=(world,))
+    follower.start()
+    try:
+        with weights.lead(world) as leading:
+            for number, info in enumerate(leading.parameters()):
+                if number == breaks_at:
+                    raise TransferBroken("the receiver left")
+                leading.gather([info.name])
+    except TransferBroken:
+        assert breaks_at is not None
+    follower.join(10.0)
+    assert not follower.is_alive()
+    assert gathered[0] == gathered[1]
+    assert len(gathered[0]) == (len(weights.parameters()) if breaks_at is None else breaks_at)
