@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from learner.pool import share_rows
 from learner.rank import LearnerPlan, LearnerRank
 from learner.settings import LearnerSettings
 from learner.world import Meeting
@@ -25,20 +26,26 @@ def plan(folder: Path, run: str, out: Path) -> LearnerPlan:
     objective = coupled_objective(out) if run == "coupled" else {"name": "grpo", "kl_coefficient": 0.1}
     zero = 1 if run == "coupled" else int(run)
     settings = LearnerSettings(
-        learning_rate=1e-3, epsilon=1e-4, threads=1, zero=zero, workers=2, tokens_per_microbatch=40,
+        learning_rate=1e-2, epsilon=1e-2, threads=1, zero=zero, workers=2, tokens_per_microbatch=40,
         minibatches_per_step=2, collective_timeout_s=60.0, checkpoint_deadline_s=60.0,
     )  # fmt: skip
     return LearnerPlan(ModelSettings(path=str(folder), dtype="float32"), settings, objective)
 
 
 def share(step: int, rank: int | None) -> list[Group]:
-    """Rank's rows of a step; groups are cut, and in the last step rank 1 has none at all."""
-    groups = make_groups(seed=step)
-    if rank is None or step == STEPS - 1:
-        return groups if rank != 1 else []
-    first, *others = groups
-    cut = [Group(first.rows[:1]), *others[:1]] if rank == 0 else [Group(first.rows[1:]), *others[1:]]
-    return cut
+    """Rank's rows of a step of groups of 2, 3 and 4 rows (None: all rows of it).
+
+    In the first step as a pool spreads them, in the second a group is cut, in the last rank 1 has no rows at all.
+    """
+    groups = [Group(group.rows[:size]) for group, size in zip(make_groups(3, seed=step), (2, 3, 4), strict=True)]
+    if rank is None:
+        return groups
+    if step % STEPS == 0:
+        return share_rows(groups, 2, minibatches=2)[rank]
+    if step % STEPS == 1:
+        first, *others = groups
+        return [Group(first.rows[:1]), *others[:1]] if rank == 0 else [Group(first.rows[1:]), *others[1:]]
+    return groups if rank == 0 else []
 
 
 def weights_of(rank: LearnerRank) -> dict[str, torch.Tensor]:
