@@ -7,8 +7,10 @@ Whoever holds the handle waits with a deadline: ``RolloutClient`` does.
 
 from __future__ import annotations
 
-import os
+import asyncio
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +19,17 @@ from rollout_workers.engine import RolloutEngine
 from rollout_workers.settings import RolloutSettings
 from rollout_workers.worker import RolloutWorker, WorkerStatus
 from system.core.clock import RealClock
-from system.core.deadlines import answer, as_raised
+from system.core.deadlines import answer, as_raised, within
+from system.core.errors import InfrastructureError
 from system.core.model import ModelSettings
+from system.core.processes import ProcessPlace, end_process, place_of_this_process
 from system.core.protocols import LeaseSource, Reference, Scorer
 from system.core.weights.wire import Endpoint, Manifest
 
 CONCURRENT_CALLS = 64
 CONTROL_DEADLINE_S = 30.0
 CALL_GRACE_S = 5.0
+DISCARD_DEADLINE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -101,8 +106,10 @@ class RolloutActor:
     async def status(self) -> WorkerStatus:
         return self._worker.status()
 
-    async def pid(self) -> int:
-        return os.getpid()
+    async def place(self) -> ProcessPlace:
+        import ray
+
+        return place_of_this_process(ray.get_runtime_context().get_node_id())
 
     async def close(self) -> None:
         """Ends ``run``, the scorer and every process of the engine."""
@@ -124,9 +131,13 @@ class RolloutClient:
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
         self.actor = actor
+        self.place: ProcessPlace | None = None
+        """Known once ``start`` was called; the engine's processes are children of this one."""
 
     async def start(self, deadline_s: float) -> None:
-        await self._call(self.actor.start.remote(), deadline_s, "start")
+        end_s = time.monotonic() + deadline_s
+        self.place = await self._call(self.actor.place.remote(), deadline_s, "start of its process")
+        await self._call(self.actor.start.remote(), end_s - time.monotonic(), "start")
 
     async def run(self) -> None:
         """As long as the worker serves: returns after ``close``, or raises what the worker failed with."""
@@ -163,12 +174,40 @@ class RolloutClient:
     async def status(self) -> WorkerStatus:
         return await self._call(self.actor.status.remote(), CONTROL_DEADLINE_S, "status")
 
-    async def pid(self) -> int:
-        """Process id on the worker's node; the engine's processes are its children."""
-        return await self._call(self.actor.pid.remote(), CONTROL_DEADLINE_S, "pid")
-
     async def close(self) -> None:
         await self._call(self.actor.close.remote(), CONTROL_DEADLINE_S, "close")
+
+    async def discard(self, deadline_s: float = DISCARD_DEADLINE_S) -> None:
+        """Ends all processes of the worker at once, whatever they do: nothing is asked of them. Idempotent.
+
+        Returns when they are gone, and so is what they held of a GPU.
+
+        Raises:
+            InfrastructureError: some are still there at the deadline.
+        """
+        import ray
+
+        ray.kill(self.actor)
+        if self.place is None:
+            return
+        if self.place.node_id == ray.get_runtime_context().get_node_id():
+            ending = asyncio.to_thread(end_process, self.place, deadline_s)
+            await within(ending, deadline_s + CALL_GRACE_S, f"{self.name}: end of its processes", InfrastructureError)
+        else:
+            await self._discard_elsewhere(self.place, deadline_s)
+
+    async def _discard_elsewhere(self, place: ProcessPlace, deadline_s: float) -> None:
+        """On the worker's own node; when that is gone, so are the processes."""
+        import ray
+        from ray.exceptions import NodeDiedError, TaskUnschedulableError
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
+        ending = ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        with suppress(NodeDiedError, TaskUnschedulableError):
+            await answer(
+                ending.remote(place, deadline_s), deadline_s + CALL_GRACE_S, f"{self.name}: end of its processes"
+            )
 
     async def _call(self, reference: Any, deadline_s: float, what: str) -> Any:
         return await answer(reference, deadline_s + CALL_GRACE_S, f"{self.name}: {what}", EngineDied)
