@@ -27,6 +27,10 @@ class StepThread:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def has_ended(self) -> bool:
+        return self._ended is not None
+
     def do(self, command: Callable[[], Any]) -> Future[Any]:
         """Runs ``command`` on the thread, between two steps; the future has its result or what it raised."""
         done: Future[Any] = Future()

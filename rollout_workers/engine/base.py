@@ -19,6 +19,7 @@ from rollout_workers.update_cycle import UpdateCycle
 from system.core.deadlines import within
 from system.core.errors import ConfigError, InfrastructureError
 from system.core.model import ModelSettings
+from system.core.weights.wire import Report
 
 CLOSE_S = 20.0
 ENGINE_PROCESS_ENDED = (
@@ -59,6 +60,9 @@ class VllmEngine(UpdateCycle):
 
     async def close(self) -> None:
         raise NotImplementedError
+
+    async def _reports(self) -> list[Report]:
+        return [Report(*answer) for answer in await self._call_workers("weight_transfer_engine")]
 
     async def start(self, deadline_s: float) -> None:
         prepare_environment(self._threads)

@@ -93,8 +93,8 @@ class LocalEngine(VllmEngine):
 
         await self._do(resume)
 
-    async def _call_workers(self, method: str, **arguments: Any) -> None:
-        await self._do(lambda: self._llm.collective_rpc(method, kwargs=arguments))
+    async def _call_workers(self, method: str, **arguments: Any) -> list[Any]:
+        return await self._do(lambda: self._llm.collective_rpc(method, kwargs=arguments))
 
     async def _label(self, version: str) -> None:
         await self._do(lambda: self._llm.set_weight_version(version))
@@ -127,12 +127,14 @@ class LocalEngine(VllmEngine):
 
     async def _do(self, command: Callable[[], Any]) -> Any:
         """Runs ``command`` on the engine's thread, between two of its steps."""
-        self._check_thread()
-        assert self._thread is not None
-        return await asyncio.wrap_future(self._thread.do(command))
-
-    def _check_thread(self) -> None:
         if self._death is not None:
             raise self._death
-        if self._thread is None:
+        thread = self._thread
+        if thread is None:
             raise EngineDied(f"{self.name}: the engine is not started")
+        try:
+            return await asyncio.wrap_future(thread.do(command))
+        except Exception as failure:
+            if thread.has_ended:
+                raise self._died(f"{type(failure).__name__}: {failure}") from failure
+            raise

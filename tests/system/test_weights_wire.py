@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import astuple
 from itertools import pairwise
 
 import pytest
@@ -10,15 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from system.core.errors import SyncFailed
 from system.core.weights.wire import (
     WIRE_DTYPES,
     ChecksumMismatch,
     Manifest,
     ParameterInfo,
+    Report,
     TransferBroken,
     WeightsRejected,
     checksum,
-    failure_from_text,
     new_buffer,
     pack,
     seal,
@@ -38,6 +41,7 @@ def tensors_of(manifest: Manifest) -> dict[str, torch.Tensor]:
     return {info.name: torch.randn(info.shape).to(info.torch_dtype) for info in manifest.parameters}
 
 
+@settings(deadline=None)
 @given(manifests)
 def test_every_parameter_is_in_one_bucket_in_order_and_none_overlap(manifest: Manifest) -> None:
     buckets = manifest.buckets()
@@ -50,6 +54,7 @@ def test_every_parameter_is_in_one_bucket_in_order_and_none_overlap(manifest: Ma
         assert ends[-1] <= bucket.payload_bytes
 
 
+@settings(deadline=None)
 @given(manifests)
 def test_a_bucket_exceeds_its_size_only_for_a_single_larger_tensor(manifest: Manifest) -> None:
     buckets = manifest.buckets()
@@ -60,6 +65,7 @@ def test_a_bucket_exceeds_its_size_only_for_a_single_larger_tensor(manifest: Man
         assert bucket.payload_bytes + first_bytes > manifest.bucket_bytes
 
 
+@settings(deadline=None)
 @given(manifests)
 def test_both_sides_compute_the_same_plan_from_the_plain_manifest(manifest: Manifest) -> None:
     received = Manifest.from_dict(manifest.to_dict())
@@ -117,6 +123,7 @@ def slow_checksum(payload: bytes) -> int:
     return total - (1 << 64) if total >> 63 else total
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=40))
 def test_the_checksum_is_its_formula_written_out(words: list[int]) -> None:
     payload = b"".join(word.to_bytes(8, "little") for word in words)
@@ -130,6 +137,7 @@ def test_the_checksum_is_its_formula_over_more_than_one_block() -> None:
     assert checksum(flat) == slow_checksum(flat.numpy().tobytes())
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**16 - 1), min_size=64, max_size=64), st.integers(0, 15), st.integers(0, 15))
 def test_the_checksum_knows_the_order_of_rows(values: list[int], one: int, other: int) -> None:
     rows = torch.tensor(values, dtype=torch.int32).view(16, 4)
@@ -176,12 +184,22 @@ def test_a_manifest_refuses_what_cannot_cross() -> None:
         Manifest(1, (), 0)
 
 
-@pytest.mark.parametrize("kind", [TransferBroken, ChecksumMismatch, WeightsRejected])
-def test_a_failure_keeps_its_kind_and_text_through_an_engine_that_only_reports_text(kind: type[Exception]) -> None:
-    reported = (
-        "Call to collective_rpc method failed: Worker failed with error "
-        f"'{kind('bucket 3: it holds a')}', please check the stack trace above for the root cause"
-    )
-    failure = failure_from_text(reported)
+@pytest.mark.parametrize("kind", [TransferBroken, ChecksumMismatch, WeightsRejected, SyncFailed])
+def test_a_failure_keeps_its_kind_and_text_over_a_wire_that_knows_no_classes(kind: type[SyncFailed]) -> None:
+    crossed = json.loads(json.dumps(astuple(Report.of(True, kind("bucket 3: it holds a")))))
+    failure = Report(*crossed).failure()
     assert type(failure) is kind
     assert str(failure) == str(kind("bucket 3: it holds a"))
+
+
+def test_any_other_failure_becomes_a_plain_failed_sync_with_its_class_and_words() -> None:
+    failure = Report.of(False, MemoryError("4 GiB")).failure()
+    assert type(failure) is SyncFailed
+    assert str(failure) == "MemoryError: 4 GiB"
+
+
+@pytest.mark.parametrize("updating", [True, False])
+def test_a_report_of_success_has_no_failure(updating: bool) -> None:
+    report = Report(*json.loads(json.dumps(astuple(Report.of(updating, None)))))
+    assert report == Report(updating)
+    assert report.failure() is None

@@ -2,14 +2,21 @@
 
 ``CheckedWeightTransferEngine`` is the bucket loop and the reload's life cycle; a backend adds only its carrier. Between
 ``start`` and ``finish`` the model is in pieces, so the caller keeps generation paused from before ``start`` until
-``finish`` succeeded. After a broken transfer ``start`` closes vLLM's half-open reload and opens a new one; after
-rejected weights the engine is to be discarded. Runs in vLLM's worker processes; alone here, it imports vLLM.
+``finish`` succeeded. After a broken transfer ``finish`` closes vLLM's half-open reload and ``start`` opens a new one;
+after rejected weights the engine is to be discarded.
+
+Nothing raises into vLLM: an exception would lose its class on the way, and of an engine with several processes vLLM
+reads replies only up to the first that failed, taking the rest for those of the next call. So each call keeps its
+failure, and the caller asks for the ``Report`` after each. Runs in vLLM's worker processes; alone here, it imports
+vLLM.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +27,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from system.core.errors import SyncFailed
 from system.core.weights.gloo import GlooGroup
 from system.core.weights.inline import InlineGroup
 from system.core.weights.wire import (
@@ -28,6 +34,7 @@ from system.core.weights.wire import (
     Bucket,
     Endpoint,
     Manifest,
+    Report,
     WeightsRejected,
     new_buffer,
     unpack,
@@ -60,6 +67,20 @@ class ReceiverGroup(Broadcast, Protocol):
     def join(self, endpoint: Endpoint, rank: int, world_size: int, deadline_s: float) -> None: ...
 
 
+def _kept(call: Callable[..., None]) -> Callable[..., None]:
+    """Keeps what ``call`` raises for the report instead of raising it."""
+
+    @functools.wraps(call)
+    def keeping(engine: CheckedWeightTransferEngine, *arguments: Any) -> None:
+        engine.failure = None
+        try:
+            call(engine, *arguments)
+        except Exception as failure:
+            engine.failure = failure
+
+    return keeping
+
+
 class CheckedWeightTransferEngine(WeightTransferEngine[JoinInfo, ManifestInfo]):
     """Receives every bucket of a manifest, verifies it, and loads it; subclasses name the carrier.
 
@@ -76,6 +97,8 @@ class CheckedWeightTransferEngine(WeightTransferEngine[JoinInfo, ManifestInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._group = self.make_group()
+        self.failure: Exception | None = None
+        self._updating = False
         self._reload_open = False
         self._missing: set[str] = set()
         self._parameter_names = {name for name, _ in model.named_parameters()}
@@ -83,13 +106,39 @@ class CheckedWeightTransferEngine(WeightTransferEngine[JoinInfo, ManifestInfo]):
     def make_group(self) -> ReceiverGroup:
         raise NotImplementedError
 
+    def __call__(self) -> tuple[Any, ...]:
+        """The report on the last call; vLLM's ``collective_rpc`` reaches it as the worker's attribute."""
+        return astuple(Report.of(self._updating, self.failure))
+
+    @_kept
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         endpoint = Endpoint(init_info.address, init_info.port)
         self._group.join(endpoint, init_info.rank_offset + worker, init_info.world_size, init_info.deadline_s)
 
+    @_kept
     def start_weight_update(self) -> None:
+        self._updating = True
+        self._open_reload()
+
+    @_kept
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    @_kept
+    def finish_weight_update(self) -> None:
+        self._updating = False
+        missing, self._missing = self._missing, set()
+        self._close_reload()
+        for module in self._tied_heads():
+            module.quant_method.process_weights_after_loading(module)
+        if missing and self.model_config.quantization is None:
+            raise WeightsRejected(f"the update left out {len(missing)} parameters: {', '.join(sorted(missing)[:4])}")
+
+    def _open_reload(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._close_reload()
@@ -100,11 +149,6 @@ class CheckedWeightTransferEngine(WeightTransferEngine[JoinInfo, ManifestInfo]):
         initialize_layerwise_reload(self.model)
         self._reload_open = True
         self._missing = set(self._parameter_names)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: ManifestInfo) -> None:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
@@ -118,17 +162,9 @@ class CheckedWeightTransferEngine(WeightTransferEngine[JoinInfo, ManifestInfo]):
                     self._group.broadcast(flat, end_s - time.monotonic())
                     verify(bucket, manifest.version, flat)
                     self._load(bucket, flat)
-        except SyncFailed:
+        except BaseException:
             self._group.close()
             raise
-
-    def finish_weight_update(self) -> None:
-        missing, self._missing = self._missing, set()
-        self._close_reload()
-        for module in self._tied_heads():
-            module.quant_method.process_weights_after_loading(module)
-        if missing and self.model_config.quantization is None:
-            raise WeightsRejected(f"the update left out {len(missing)} parameters: {', '.join(sorted(missing)[:4])}")
 
     def shutdown(self) -> None:
         self._group.close()

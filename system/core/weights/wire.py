@@ -63,14 +63,30 @@ class WeightsRejected(SyncFailed):
         return f"{self.tag}: {super().__str__()}"
 
 
-def failure_from_text(text: str) -> SyncFailed:
-    """The failure that another process reported as text (an engine's worker loses the class of what it raised)."""
-    for kind in (ChecksumMismatch, WeightsRejected, TransferBroken):
-        position = text.find(f"{kind.tag}: ")
-        if position >= 0:
-            said = text[position + len(kind.tag) + 2 :]
-            return kind(said.split("', please check the stack trace")[0])
-    return SyncFailed(text)
+@dataclass(frozen=True)
+class Report:
+    """What a receiving process says after a call: strings and booleans only, for wires that know no classes."""
+
+    updating: bool
+    """An update was started and not finished."""
+    failed: bool = False
+    tag: str = ""
+    """The kind of the failure; empty for one that is neither of the transfer nor of the weights."""
+    text: str = ""
+
+    @staticmethod
+    def of(updating: bool, failure: Exception | None) -> Report:
+        if failure is None:
+            return Report(updating)
+        if isinstance(failure, TransferBroken | WeightsRejected):
+            return Report(updating, True, failure.tag, SyncFailed.__str__(failure))
+        text = str(failure) if isinstance(failure, SyncFailed) else f"{type(failure).__name__}: {failure}"
+        return Report(updating, True, "", text)
+
+    def failure(self) -> SyncFailed | None:
+        """The failure again, of the kind that it was."""
+        kinds = (TransferBroken, ChecksumMismatch, WeightsRejected)
+        return {kind.tag: kind for kind in kinds}.get(self.tag, SyncFailed)(self.text) if self.failed else None
 
 
 @dataclass(frozen=True)
