@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<|user|>", "<|assistant|>", "<|end|>"]
 CHAT_TEMPLATE = (
@@ -68,4 +78,41 @@ def save_tiny_llama(
     folder = Path(folder)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_tiny_qwen3(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
+    """A 2-layer Qwen3 (norms on queries and keys) of width 64."""
+    torch.manual_seed(seed)
+    return _save(Qwen3ForCausalLM(Qwen3Config(**_qwen_sizes(tied))), folder)
+
+
+def save_tiny_qwen3_moe(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
+    """A 2-layer Qwen3-MoE of width 64: 4 experts in each layer, 2 of them for each token."""
+    torch.manual_seed(seed)
+    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    return _save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**_qwen_sizes(tied), **experts)), folder)
+
+
+def _qwen_sizes(tied: bool) -> dict[str, Any]:
+    return {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.15,
+        "bos_token_id": 1,
+        "eos_token_id": 5,
+        "pad_token_id": 0,
+    }
+
+
+def _save(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
