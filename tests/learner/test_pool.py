@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from learner.actor import LearnerActor
 from learner.pool import LearnerPool, share_rows
 from learner.rank import LearnerPlan
 from learner.settings import LearnerSettings
@@ -47,6 +48,20 @@ def test_no_groups_leave_every_rank_without_work():
 def test_several_ranks_do_not_fit_one_process(tiny_llama):
     with pytest.raises(ConfigError, match=r"learner\.workers: 2"):
         LearnerPool(plan(tiny_llama, workers=2), local=True)
+
+
+def test_the_address_is_loopback_as_long_as_the_cluster_is_one_machine(monkeypatch):
+    import ray
+
+    def address_among(*machines: tuple[str, bool]) -> str:
+        nodes = [{"NodeManagerAddress": address, "Alive": alive} for address, alive in machines]
+        monkeypatch.setattr(ray, "nodes", lambda: nodes)
+        monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+        return asyncio.run(LearnerActor(plan(Path("unused")), 0, 1).node_address())
+
+    assert address_among(("10.0.0.1", True)) == "127.0.0.1"
+    assert address_among(("10.0.0.1", True), ("10.0.0.1", True), ("10.0.0.2", False)) == "127.0.0.1"
+    assert address_among(("10.0.0.1", True), ("10.0.0.2", True)) == "10.0.0.1"
 
 
 @pytest.mark.engine

@@ -1,7 +1,7 @@
-"""The learner's end of a weight sync: gather a bucket on all ranks, then rank 0 broadcasts it, then the next.
+"""The learner's end of a weight sync: gather a bucket, then broadcast it, then the next.
 
-Rank 0 holds a ``Sender``; the other ranks call ``replay`` with the same manifest, so that gathers (collectives under
-ZeRO-3) stay in step. The first error closes the group, which wakes every receiver; ``open`` starts afresh.
+Rank 0 holds a ``Sender``; where a gather is a collective, its source takes the other ranks along. The first error
+closes the group, which wakes every receiver; ``open`` starts afresh.
 Blocking calls with deadlines: run them off the event loop. Imports torch only.
 """
 
@@ -39,7 +39,7 @@ class WeightSource(Protocol):
         ...
 
     def gather(self, names: list[str]) -> list[Tensor]:
-        """Full tensors of ``names``, in order; any dtype, any device. Called on all ranks with the same names.
+        """Full tensors of ``names``, in order; any dtype, any device.
 
         They are read before the next call, and never written.
         """
@@ -121,9 +121,3 @@ class Sender:
     def close(self) -> None:
         """Leaves the group; receivers that wait get an error. Idempotent."""
         self._group.close()
-
-
-def replay(manifest: Manifest, source: WeightSource) -> None:
-    """The part of ``send`` that ranks other than 0 take: gather every bucket, keep nothing."""
-    for bucket in manifest.buckets():
-        source.gather(bucket.names)
