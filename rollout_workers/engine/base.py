@@ -22,6 +22,7 @@ from system.core.model import ModelSettings
 from system.core.weights.wire import Report
 
 CLOSE_S = 20.0
+WARM_UP_TOKENS = (0,) * 8
 ENGINE_PROCESS_ENDED = (
     "a process of vLLM ended (killed, out of memory, or a crash); what it said last stands in the output of this "
     "worker's process, under Ray in the session's logs folder"
@@ -67,16 +68,22 @@ class VllmEngine(UpdateCycle):
     async def start(self, deadline_s: float) -> None:
         prepare_environment(self._threads)
         try:
-            await within(self._launch(), deadline_s, f"{self.name}: start of vLLM", InfrastructureError)
+            await within(self._make_ready(), deadline_s, f"{self.name}: start of vLLM", InfrastructureError)
         except (ConfigError, InfrastructureError):
             await self.close()
             raise
         except Exception as failure:
             await self.close()
             raise InfrastructureError(f"{self.name}: vLLM did not start: {failure}") from failure
-        self._tokenizer = self._llm.get_tokenizer()
-        await within(self._label("0"), deadline_s, f"{self.name}: label the first weights")
         self._enter("serving")
+
+    async def _make_ready(self) -> None:
+        """Launches vLLM, and asks it once: it prepares much at its first request, which no later deadline allows for."""
+        await self._launch()
+        self._tokenizer = self._llm.get_tokenizer()
+        await self._label("0")
+        await self._request(WARM_UP_TOKENS, sampling_parameters(self._rollout.temperature, 0, 2), "warm-up-sampling")
+        await self._request(WARM_UP_TOKENS, scoring_parameters(), "warm-up-scoring")
 
     def _prompt(self, tokens: Sequence[int]) -> Any:
         from vllm.inputs import TokensPrompt
