@@ -78,7 +78,7 @@ class VllmEngine(UpdateCycle):
         self._enter("serving")
 
     async def _make_ready(self) -> None:
-        """Launches vLLM, and asks it once: it prepares much at its first request, which no later deadline allows for."""
+        """Launches vLLM and asks it once: its first request takes long, and no later deadline allows for that."""
         await self._launch()
         self._tokenizer = self._llm.get_tokenizer()
         await self._label("0")
