@@ -18,7 +18,7 @@ from system.core.weights.wire import Endpoint, Manifest
 EngineState = Literal["starting", "serving", "updating", "broken", "dead", "closed"]
 """``broken``: a weight update failed; paused until ``begin_update`` and all after it succeed, or the engine goes."""
 
-WeightBackend = Literal["gloo", "inline"]
+WeightBackend = Literal["gloo", "nccl_checked", "inline"]
 
 
 class EngineDied(InfrastructureError):

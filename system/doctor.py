@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from packaging.requirements import Requirement
 
-from system.core.errors import InfrastructureError
+from system.core.errors import ConfigError, InfrastructureError
 from system.core.weights.register import PLUGIN_NAME
 from system.recipe.placement import memory_bytes
 
@@ -40,7 +40,8 @@ from rollout_workers.environment import prepare_environment
 from rollout_workers.engine import check_backend
 prepare_environment(None)
 import vllm
-check_backend("gloo")
+for backend in ("gloo", "nccl_checked"):
+    check_backend(backend)
 print(vllm.__version__)
 """
 _DEEPSPEED_PROBE = """
@@ -171,16 +172,17 @@ def check_devices() -> Check:
     """GPUs that torch sees, against those that the machine has."""
     try:
         import torch
+
+        from system.core.weights.nccl_library import nccl_version
     except ImportError as failure:
         return Check("devices", "fail", f"torch does not import: {failure}", "reinstall torch; make builds all of it")
     count = torch.cuda.device_count()
     if count:
         names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
-        if not torch.distributed.is_nccl_available():
-            return Check(
-                "devices", "fail", f"{count} x {', '.join(names)}, but torch has no NCCL", "install CUDA torch"
-            )
-        return Check("devices", "ok", f"{count} x {', '.join(names)}")
+        try:
+            return Check("devices", "ok", f"{count} x {', '.join(names)}, NCCL {nccl_version()}")
+        except ConfigError as failure:
+            return Check("devices", "fail", f"{count} x {', '.join(names)}: {failure}", "install CUDA torch")
     if Path("/dev/nvidia0").exists():
         return Check(
             "devices", "fail", f"there is an NVIDIA GPU, but torch {torch.__version__} sees none",
@@ -291,8 +293,8 @@ def check_open_files() -> Check:
 
 
 def check_vllm() -> Check:
-    """vLLM imports, and the weight-transfer backend ``gloo`` is registered in its process."""
-    return _probe("vllm process", _VLLM_PROBE, lambda said: f"imports ({said}); the weight transfer gloo is registered")
+    """vLLM imports, and our weight-transfer backends are registered in its process."""
+    return _probe("vllm process", _VLLM_PROBE, lambda said: f"imports ({said}); the weight transfer is registered")
 
 
 def check_deepspeed() -> Check:

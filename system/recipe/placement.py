@@ -144,7 +144,7 @@ def place(recipe: Recipe, model: ModelFacts, machine: Machine, *, needs_referenc
     )  # fmt: skip
     placement = Placement(
         rollout_gpus, learner_gpus, reference_gpus, engine_cores, learner_threads, reference_threads,
-        _backend(recipe), roles,
+        _backend(recipe, rollout_gpus, learner_gpus), roles,
     )  # fmt: skip
     _check_fits(placement, machine)
     return placement
@@ -212,11 +212,23 @@ def _check_fits(placement: Placement, machine: Machine) -> None:
         )
 
 
-def _backend(recipe: Recipe) -> str:
-    backend = recipe.sync.backend
-    if backend in ("nccl_checked", "nccl"):
-        raise ConfigError(f"sync.backend: {backend} is not yet available; use auto or gloo, which also reaches GPUs")
-    return "gloo"
+def _backend(recipe: Recipe, rollout_gpus: int, learner_gpus: int) -> str:
+    """From GPU to GPU where both sides have them, else over TCP."""
+    backend, on_gpus = recipe.sync.backend, bool(rollout_gpus and learner_gpus)
+    if backend == "nccl":
+        raise ConfigError(
+            "sync.backend: nccl, which is vLLM's own, carries no checksums and cannot be interrupted, so that no sync "
+            "could be verified; use nccl_checked"
+        )
+    if backend == "nccl_checked" and not on_gpus:
+        without = [role for role, gpus in (("learners", learner_gpus), ("rollout workers", rollout_gpus)) if not gpus]
+        raise ConfigError(
+            f"sync.backend: nccl_checked sends weights from GPU to GPU, but {' and '.join(without)} have none; "
+            "use auto or gloo"
+        )
+    if backend == "auto":
+        return "nccl_checked" if on_gpus else "gloo"
+    return backend
 
 
 def _agreed(role: str, own: int | None, placed: int | None) -> int | None:

@@ -105,8 +105,6 @@ def _step_lines(recipe: Recipe, sources: list[SourceSummary], longest: int | Non
 
 def _sync_line(recipe: Recipe, model: ModelFacts, placement: Placement) -> str:
     checked = "checksums and a probe" if recipe.sync.probe else "checksums, no probe"
-    if placement.sync_backend == "nccl":
-        checked = "unverified: vLLM's own nccl"
     line = f"{placement.sync_backend}, {checked}, within {recipe.sync.deadline_s:g} s"
     if model.parameters is None:
         return line

@@ -59,7 +59,8 @@ class SyncSettings(Settings):
     """How new weights reach the engines."""
 
     backend: Literal["auto", "gloo", "nccl_checked", "nccl"] = "auto"
-    """auto: ``gloo``, which reaches engines on CPUs and GPUs; the others are not yet available."""
+    """auto: ``nccl_checked`` (from GPU to GPU) where learners and rollout workers both have GPUs, else ``gloo``, which
+    reaches engines on CPUs and GPUs. vLLM's own ``nccl`` is refused: it verifies nothing."""
     deadline_s: float = Field(default=60.0, gt=0)
     """Longest time for one weight sync."""
     bucket_bytes: int = Field(default=32 * 2**20, ge=1)

@@ -30,6 +30,8 @@ pytestmark = pytest.mark.engine
 
 GROUPS = 240
 """Enough that a fast machine is still generating when the weights change."""
+START_S = 400.0
+"""Two processes load vLLM one after the other; a busy machine takes minutes."""
 DEADLINE_S = 120.0
 PROBE = list(range(6, 70))
 TEMPERATURE = 1.0
@@ -87,7 +89,7 @@ def worker(stream: Any, tiny_folders: dict[str, Path], loop: asyncio.Runner) -> 
         scorer=CountingScorer,
     )
     client = create_rollout_actor(plan, num_cpus=0)
-    loop.run(client.start(DEADLINE_S))
+    loop.run(client.start(START_S))
     return client
 
 

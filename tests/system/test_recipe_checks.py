@@ -94,7 +94,8 @@ def test_a_reference_worker_is_planned_only_when_the_objective_needs_one(check):
         (["rewards.0.sources=[chain_sums]"], "no data source 'chain_sums'; did you mean 'chain_sum'"),
         (["rewards.0.weight=0"], "nothing judges the data source 'chain_sum'"),
         (["rewards.0.use=nowhere.py:f"], "nowhere.py does not exist"),
-        (["sync.backend=nccl_checked"], "sync.backend: nccl_checked is not yet available"),
+        (["sync.backend=nccl_checked"], "from GPU to GPU, but learners and rollout workers have none; use auto"),
+        (["sync.backend=nccl"], "sync.backend: nccl, .* carries no checksums .* use nccl_checked"),
         (["rollout.tensor_parallel=2"], "tensor_parallel: 2 needs GPUs"),
         (["placement.threads.learner=1", "learner.threads=2"], "placement.threads.learner is 1 and learner.threads"),
         (["model.lora={r: 8}"], "LoRA is not yet available"),
@@ -175,7 +176,6 @@ def test_the_models_sizes_are_those_of_the_loaded_model(folder):
 def test_gpus_are_counted_per_role_and_compared_with_those_there_are(check):
     placement = check("rollout.workers=4", "learner.workers=3", assume_gpus=8).placement
     assert placement.gpus == 7
-    assert placement.sync_backend == "gloo"
     assert (placement.rollout_gpus_each, placement.learner_gpus_each) == (1, 1)
     assert (
         check("rollout.tensor_parallel=2", "rollout.workers=3", "learner.workers=2", assume_gpus=8).placement.gpus == 8
@@ -185,6 +185,25 @@ def test_gpus_are_counted_per_role_and_compared_with_those_there_are(check):
     assert failure.value.exit_code == 2
     with pytest.raises(ConfigError, match="1 GPUs are asked for"):
         check("placement.gpus_per_learner_worker=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "backend"),
+    [
+        ([], "nccl_checked"),
+        (["sync.backend=nccl_checked"], "nccl_checked"),
+        (["sync.backend=gloo"], "gloo"),
+        (["placement.gpus_per_learner_worker=0"], "gloo"),
+        (["placement.gpus_per_rollout_worker=0"], "gloo"),
+    ],
+)
+def test_weights_go_from_gpu_to_gpu_where_both_sides_have_them(check, overrides, backend):
+    assert check(*overrides, assume_gpus=8).placement.sync_backend == backend
+
+
+def test_nccl_is_refused_while_one_side_has_no_gpus(check):
+    with pytest.raises(ConfigError, match="but learners have none"):
+        check("sync.backend=nccl_checked", "placement.gpus_per_learner_worker=0", assume_gpus=8)
 
 
 def test_without_gpus_the_roles_share_the_cores(folder):

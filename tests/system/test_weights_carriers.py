@@ -1,4 +1,7 @@
-"""Whole transfers over the real carriers: gloo between threads and processes, and the in-process one."""
+"""Whole transfers over the real carriers: gloo between threads and processes, the in-process one, and NCCL's.
+
+Without GPUs, NCCL's carrier is under test with all of its own, over a stand-in for the NCCL library.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import torch
 from system.core.weights import inline
 from system.core.weights.gloo import GlooGroup
 from system.core.weights.inline import InlineGroup
+from system.core.weights.nccl import NcclGroup
 from system.core.weights.sender import Sender, SenderBackend, manifest_of
 from system.core.weights.wire import (
     ChecksumMismatch,
@@ -29,8 +33,10 @@ from system.core.weights.wire import (
     unpack,
     verify,
 )
+from tests.system.memory_nccl import MemoryCommunicator
 
-BACKENDS: list[SenderBackend] = ["gloo", "inline"]
+BACKENDS: list[SenderBackend] = ["gloo", "inline", "nccl_checked"]
+Group = GlooGroup | InlineGroup | NcclGroup
 WAIT_S = 20.0
 
 
@@ -52,11 +58,21 @@ def some_source() -> FixedSource:
     return FixedSource({f"layer{i}.weight": torch.randn(5, 7) for i in range(9)})
 
 
-def listener(backend: SenderBackend) -> GlooGroup | InlineGroup:
+def listener(backend: SenderBackend) -> Group:
+    if backend == "nccl_checked":
+        return NcclGroup(torch.device("cpu"), MemoryCommunicator)
     return GlooGroup() if backend == "gloo" else InlineGroup()
 
 
-def receive(group: GlooGroup | InlineGroup, manifest: Manifest, deadline_s: float = WAIT_S) -> dict[str, torch.Tensor]:
+def sender_over(backend: SenderBackend) -> Sender:
+    if backend != "nccl_checked":
+        return Sender(backend)
+    sender = Sender("gloo")
+    sender._group = listener(backend)
+    return sender
+
+
+def receive(group: Group, manifest: Manifest, deadline_s: float = WAIT_S) -> dict[str, torch.Tensor]:
     arrived = {}
     for bucket in manifest.buckets():
         flat = new_buffer(bucket)
@@ -81,10 +97,8 @@ def threads() -> Threads:
     return Threads()
 
 
-def connected(
-    backend: SenderBackend, threads: Threads, receivers: int = 1
-) -> tuple[Sender, list[GlooGroup | InlineGroup]]:
-    sender, groups = Sender(backend), [listener(backend) for _ in range(receivers)]
+def connected(backend: SenderBackend, threads: Threads, receivers: int = 1) -> tuple[Sender, list[Group]]:
+    sender, groups = sender_over(backend), [listener(backend) for _ in range(receivers)]
     endpoint = sender.open()
     joins = [
         threads.start(group.join, endpoint, rank, receivers + 1, WAIT_S) for rank, group in enumerate(groups, start=1)
@@ -137,7 +151,7 @@ def test_bytes_changed_on_the_way_are_a_checksum_mismatch(backend: SenderBackend
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_receiver_that_never_joins_is_an_error_at_the_deadline(backend: SenderBackend) -> None:
-    sender = Sender(backend)
+    sender = sender_over(backend)
     sender.open()
     started_s = time.monotonic()
     with pytest.raises(TransferBroken, match="not all joined"):
@@ -147,7 +161,7 @@ def test_a_receiver_that_never_joins_is_an_error_at_the_deadline(backend: Sender
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sender_that_is_not_there_is_an_error_that_names_its_address(backend: SenderBackend) -> None:
-    sender = Sender(backend)
+    sender = sender_over(backend)
     endpoint = sender.open()
     sender.close()
     with pytest.raises(TransferBroken, match=f"no sender at {endpoint.address}:{endpoint.port}"):

@@ -7,12 +7,13 @@ an error at once instead of at their deadline. Every wait has a deadline.
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from system.core.weights.addresses import address_towards, listener_at
 from system.core.weights.wire import Endpoint, TransferBroken
 
 SENDER_RANK = 0
@@ -20,6 +21,8 @@ SENDER_RANK = 0
 
 class GlooGroup:
     """One end of a broadcast group: ``open`` and ``connect`` on the sender, ``join`` on each receiver."""
+
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self._store: dist.TCPStore | None = None
@@ -30,13 +33,7 @@ class GlooGroup:
     def open(self, address: str) -> Endpoint:
         """Starts listening on ``address`` at a free port. Raises ``TransferBroken`` when the address is not ours."""
         self.close()
-        try:
-            family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-            listener = socket.socket(family, kind, protocol)
-            listener.bind(place)
-            listener.listen(128)
-        except OSError as failure:
-            raise TransferBroken(f"cannot listen on {address}: {failure}; give an address of this node") from failure
+        listener = listener_at(address)
         port = int(listener.getsockname()[1])
         self._store = dist.TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -65,7 +62,7 @@ class GlooGroup:
             raise TransferBroken(
                 f"no sender at {endpoint.address}:{endpoint.port}: {_what_gloo_says(failure)}"
             ) from None
-        self._build(self._store, rank, world_size, deadline_s, _address_towards(endpoint))
+        self._build(self._store, rank, world_size, deadline_s, address_towards(endpoint))
 
     def broadcast(self, flat: Tensor, deadline_s: float) -> None:
         if self._group is None:
@@ -103,14 +100,6 @@ class GlooGroup:
             text = _what_gloo_says(failure)
             self.close()
             raise TransferBroken(f"{self._name}: not all joined within {deadline_s:g} s: {text}") from None
-
-
-def _address_towards(endpoint: Endpoint) -> str:
-    """This node's own address on the route to the sender."""
-    family, _, _, _, place = socket.getaddrinfo(endpoint.address, endpoint.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)
-        return str(probe.getsockname()[0])
 
 
 def _what_gloo_says(failure: BaseException) -> str:

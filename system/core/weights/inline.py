@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from system.core.weights.wire import Endpoint, TransferBroken
@@ -44,6 +45,8 @@ _meetings: dict[int, _Meeting] = {}
 
 class InlineGroup:
     """One end of an in-process group: ``open`` and ``connect`` on the sender, ``join`` on each receiver."""
+
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self._number: int | None = None

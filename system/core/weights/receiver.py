@@ -26,9 +26,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.utils.nccl import unpinned_nccl_env
 
 from system.core.weights.gloo import GlooGroup
 from system.core.weights.inline import InlineGroup
+from system.core.weights.nccl import NcclGroup
 from system.core.weights.wire import (
     Broadcast,
     Bucket,
@@ -115,7 +118,10 @@ class CheckedWeightTransferEngine(WeightTransferEngine[JoinInfo, ManifestInfo]):
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         endpoint = Endpoint(init_info.address, init_info.port)
-        self._group.join(endpoint, init_info.rank_offset + worker, init_info.world_size, init_info.deadline_s)
+        self.join_group(endpoint, init_info.rank_offset + worker, init_info.world_size, init_info.deadline_s)
+
+    def join_group(self, endpoint: Endpoint, rank: int, world_size: int, deadline_s: float) -> None:
+        self._group.join(endpoint, rank, world_size, deadline_s)
 
     @_kept
     def start_weight_update(self) -> None:
@@ -158,7 +164,7 @@ class CheckedWeightTransferEngine(WeightTransferEngine[JoinInfo, ManifestInfo]):
         try:
             with disable_mtp_completeness_check():
                 for bucket in manifest.buckets():
-                    flat = new_buffer(bucket, zeroed=False)
+                    flat = new_buffer(bucket, self._group.device, zeroed=False)
                     self._group.broadcast(flat, end_s - time.monotonic())
                     verify(bucket, manifest.version, flat)
                     self._load(bucket, flat)
@@ -215,3 +221,15 @@ class InlineWeightTransferEngine(CheckedWeightTransferEngine):
 
     def make_group(self) -> ReceiverGroup:
         return InlineGroup()
+
+
+class NcclCheckedWeightTransferEngine(CheckedWeightTransferEngine, NCCLWeightTransferEngine):
+    """Backend ``nccl_checked``: from another GPU. vLLM's engine of the same carrier, with our buckets in its place."""
+
+    def make_group(self) -> ReceiverGroup:
+        return NcclGroup(self.device)
+
+    def join_group(self, endpoint: Endpoint, rank: int, world_size: int, deadline_s: float) -> None:
+        """Without the settings that vLLM keeps for its own communicators: the sender has them not."""
+        with unpinned_nccl_env():
+            super().join_group(endpoint, rank, world_size, deadline_s)

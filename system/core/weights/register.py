@@ -11,7 +11,11 @@ from system.core.processes import end_with_parent
 PLUGIN_NAME = "triptych_weight_transfer"
 """The entry point's name in the group ``vllm.general_plugins``; ``VLLM_PLUGINS`` must not hide it."""
 
-_ENGINES = {"gloo": "GlooWeightTransferEngine", "inline": "InlineWeightTransferEngine"}
+_ENGINES = {
+    "gloo": "GlooWeightTransferEngine",
+    "nccl_checked": "NcclCheckedWeightTransferEngine",
+    "inline": "InlineWeightTransferEngine",
+}
 
 
 def register() -> None:

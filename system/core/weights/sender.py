@@ -15,6 +15,7 @@ from torch import Tensor
 
 from system.core.weights.gloo import GlooGroup
 from system.core.weights.inline import InlineGroup
+from system.core.weights.nccl import NcclGroup, own_gpu
 from system.core.weights.wire import (
     DEFAULT_BUCKET_BYTES,
     Endpoint,
@@ -26,7 +27,7 @@ from system.core.weights.wire import (
     seal,
 )
 
-SenderBackend = Literal["gloo", "inline"]
+SenderBackend = Literal["gloo", "nccl_checked", "inline"]
 
 LOOPBACK = "127.0.0.1"
 
@@ -67,7 +68,7 @@ class Sender:
 
     def __init__(self, backend: SenderBackend = "gloo", address: str = LOOPBACK) -> None:
         """Args: address: this node's address that receivers can reach; loopback keeps every port on this machine."""
-        self._group: GlooGroup | InlineGroup = InlineGroup() if backend == "inline" else GlooGroup()
+        self._group = _group_of(backend)
         self._address = address
 
     def open(self) -> Endpoint:
@@ -102,7 +103,7 @@ class Sender:
                 gather_start_s = time.monotonic()
                 tensors = source.gather(bucket.names)
                 gather_s += time.monotonic() - gather_start_s
-                flat = new_buffer(bucket)
+                flat = new_buffer(bucket, self._group.device)
                 pack(bucket, tensors, flat)
                 del tensors
                 seal(bucket, manifest.version, flat)
@@ -121,3 +122,9 @@ class Sender:
     def close(self) -> None:
         """Leaves the group; receivers that wait get an error. Idempotent."""
         self._group.close()
+
+
+def _group_of(backend: SenderBackend) -> GlooGroup | NcclGroup | InlineGroup:
+    if backend == "nccl_checked":
+        return NcclGroup(own_gpu())
+    return InlineGroup() if backend == "inline" else GlooGroup()

@@ -201,6 +201,9 @@ def _aligned(size_bytes: int) -> int:
 class Broadcast(Protocol):
     """A connected group in which rank 0 speaks and all others listen."""
 
+    device: torch.device
+    """Where the buckets that it carries are."""
+
     def broadcast(self, flat: Tensor, deadline_s: float) -> None:
         """Rank 0's uint8 ``flat`` lands in everyone's. Raises ``TransferBroken`` at the deadline or a lost peer."""
         ...
@@ -210,13 +213,13 @@ class Broadcast(Protocol):
         ...
 
 
-def new_buffer(bucket: Bucket, zeroed: bool = True) -> Tensor:
-    """Room for one sealed bucket in host memory: uint8 [wire_bytes].
+def new_buffer(bucket: Bucket, device: torch.device | str = "cpu", zeroed: bool = True) -> Tensor:
+    """Room for one sealed bucket: uint8 [wire_bytes] on ``device``.
 
     Zeroed for the sender, so that alignment gaps are the same in every send; a receiver overwrites all of it.
     """
     make = torch.zeros if zeroed else torch.empty
-    return make(bucket.wire_bytes, dtype=torch.uint8)
+    return make(bucket.wire_bytes, dtype=torch.uint8, device=device)
 
 
 def pack(bucket: Bucket, tensors: Sequence[Tensor], flat: Tensor) -> None:
