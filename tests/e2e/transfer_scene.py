@@ -174,7 +174,7 @@ class TransferScene:
         return self.workers._clients["rollout-1"]  # type: ignore[return-value]
 
     def buckets(self) -> int:
-        rank = self.pool._ranks[0]._rank  # type: ignore[attr-defined]
+        rank = self.pool._ranks.ranks[0]._rank  # type: ignore[attr-defined]
         return len(rank.weight_manifest(0, BUCKET_BYTES).buckets())
 
     async def arm(self, kind: Kind, point: str | int) -> None:
@@ -188,7 +188,7 @@ class TransferScene:
         if isinstance(point, str):
             self.victim.before[point] = cut
             return
-        source = self.pool._ranks[0]._rank.weight_source()  # type: ignore[attr-defined]
+        source = self.pool._ranks.ranks[0]._rank.weight_source()  # type: ignore[attr-defined]
         gather, seen = source.gather, iter(range(10**6))
 
         def cutting(names: Sequence[str]) -> Any:
