@@ -63,7 +63,7 @@ async def open_parts(recipe: Recipe, plan: Plan, folder: RunFolder, record: RunR
         opened.push_async_callback(workers.close)
         await _together(pool.start(), workers.start())
 
-        learner = LearnerPart(pool, plan.placement.sync_backend, several_nodes=_several_nodes())
+        learner = LearnerPart(pool, _backend(plan))
         sync = WeightSync(
             learner, workers, deadline_s=recipe.sync.deadline_s, bucket_bytes=recipe.sync.bucket_bytes,
             probe_tokens=probe_tokens(recipe, prompts), limit=probe_limit(recipe, record),
@@ -136,13 +136,6 @@ def _options(folder: RunFolder, role: str, gpus: int) -> dict[str, Any]:
 
 def _backend(plan: Plan) -> Any:
     return plan.placement.sync_backend
-
-
-def _several_nodes() -> bool:
-    """Whether roles may be on different machines; on one, everything stays on loopback."""
-    import ray
-
-    return sum(node["Alive"] for node in ray.nodes()) > 1
 
 
 async def _together(*calls: Any) -> list[Any]:

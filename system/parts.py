@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from learner.pool import LearnerPool
 from learner.rank import LearnerPlan, StepReport
 from system.core.protocols import Prompt
 from system.core.records import Group
-from system.core.weights.sender import LOOPBACK
+from system.core.weights.sender import SenderBackend
 from system.core.weights.wire import Endpoint, Manifest
 from system.ledger_facts import LedgerLimits
 from system.probe import ProbeLimit
@@ -28,11 +27,9 @@ LEARNER_FOLDER, MODEL_FOLDER = "learner", "hf"
 class LearnerPart:
     """The learner pool as the loop (``step``, ``save``, ``load``) and the weight sync see it."""
 
-    def __init__(self, pool: LearnerPool, backend: str, *, several_nodes: bool = False) -> None:
-        """``several_nodes``: receivers may be on other machines than learner rank 0; else all stays on loopback."""
+    def __init__(self, pool: LearnerPool, backend: SenderBackend) -> None:
         self.pool = pool
-        self._backend: Any = backend
-        self._several_nodes = several_nodes
+        self._backend: SenderBackend = backend
 
     async def step(self, groups: Sequence[bytes], step: int, version: int) -> StepReport:
         return await self.pool.step([Group.from_bytes(payload) for payload in groups], step, version)
@@ -50,8 +47,7 @@ class LearnerPart:
         await self.pool.restart(folder / LEARNER_FOLDER if folder is not None else None)
 
     async def open_transfer(self, deadline_s: float) -> Endpoint:
-        address = await self.pool.sender_address(deadline_s) if self._several_nodes else LOOPBACK
-        return await self.pool.open_transfer(deadline_s, self._backend, address)
+        return await self.pool.open_transfer(deadline_s, self._backend)
 
     async def connect_transfer(self, world_size: int, deadline_s: float) -> None:
         await self.pool.connect_transfer(world_size, deadline_s)

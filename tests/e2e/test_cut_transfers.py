@@ -15,9 +15,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 POINTS: list[str | float] = ["join", "begin", 0.0, 0.1, 0.3, 0.5, 0.7, 1.0, "finish", "probe"]
 """A phase, or which part of the buckets is through."""
-KINDS: list[Kind] = ["kill_engine", "kill_actor", "stop_engine", "stop_actor", "raise"]
-FEW = [("kill_engine", 0.5), ("stop_engine", 0.3), ("raise", 0.7)]
-ALL = [(kind, point) for kind in KINDS for point in POINTS if (kind, point) != ("raise", "probe")]
+FEW: list[tuple[Kind, str | float]] = [("kill_engine", 0.5), ("stop_engine", 0.3), ("raise", 0.7)]
+KILLS: list[Kind] = ["kill_engine", "kill_actor"]
+STOPS: list[Kind] = ["stop_engine", "stop_actor"]
+ALL: list[tuple[Kind, str | float]] = [
+    *((KILLS[index % 2], point) for index, point in enumerate(POINTS)),
+    *((STOPS[index % 2], point) for index, point in enumerate(POINTS)),
+    *(("raise", point) for point in POINTS if point != "probe"),
+]
 
 
 @pytest.fixture(scope="module")
