@@ -175,7 +175,7 @@ class _Account:
         return SyncReport(
             version=version,
             sync_s=time.monotonic() - self.started_s,
-            workers=tuple(self.gaps),
+            workers=tuple(sorted(self.gaps)),
             lost=self.lost,
             rounds=self.rounds,
             probe_gap_mean=float(every.mean()) if every.size else 0.0,
