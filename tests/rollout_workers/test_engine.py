@@ -18,7 +18,7 @@ from rollout_workers.engine import RolloutEngine
 from system.core.errors import SyncFailed
 from system.core.model import ModelSettings
 from system.core.weights.sender import Sender, manifest_of
-from system.core.weights.wire import ChecksumMismatch, TransferBroken, new_buffer, pack, seal
+from system.core.weights.wire import ChecksumMismatch, TransferBroken
 from tests.rollout_workers.torch_side import (
     WAIT_S,
     TorchSource,
@@ -26,6 +26,7 @@ from tests.rollout_workers.torch_side import (
     logprobs,
     probe_gap,
     rollout_settings,
+    send_some,
     sync,
 )
 
@@ -160,14 +161,6 @@ def test_a_broken_transfer_generates_nothing_and_is_mended_by_sending_again(
     source = TorchSource(tiny_folders["first"])
     manifest = manifest_of(source, 6, 20_000)
 
-    async def send_half() -> None:
-        for bucket in manifest.buckets()[:5]:
-            flat = new_buffer(bucket)
-            pack(bucket, source.gather(bucket.names), flat)
-            seal(bucket, 6, flat)
-            await asyncio.to_thread(sender._group.broadcast, flat, WAIT_S)
-        sender.close()
-
     async def break_and_mend() -> list[EngineOutput]:
         running = [asyncio.ensure_future(engine.generate(PROMPT, seed, 300, f"kept{seed}")) for seed in range(300, 316)]
         await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -175,7 +168,9 @@ def test_a_broken_transfer_generates_nothing_and_is_mended_by_sending_again(
         kept = [task for task in running if not task.done()]
         started_s = time.monotonic()
         with pytest.raises(TransferBroken):
-            await asyncio.gather(engine.receive(manifest, WAIT_S), send_half())
+            await asyncio.gather(
+                engine.receive(manifest, WAIT_S), asyncio.to_thread(send_some, sender, manifest, source, 5)
+            )
         assert time.monotonic() - started_s < 10
         assert engine.state == "broken"
         late = asyncio.ensure_future(engine.generate(PROMPT, 10, 8, "late"))
@@ -198,18 +193,11 @@ def test_changed_bytes_reach_the_caller_as_a_checksum_mismatch_with_the_paramete
 ) -> None:
     source = TorchSource(tiny_folders["second"])
     manifest = manifest_of(source, 7)
-    bucket = manifest.buckets()[0]
-
-    def send_changed() -> None:
-        flat = new_buffer(bucket)
-        pack(bucket, source.gather(bucket.names), flat)
-        seal(bucket, 7, flat)
-        flat[100] ^= 1
-        sender._group.broadcast(flat, WAIT_S)
 
     async def receive() -> None:
         await engine.begin_update(WAIT_S)
-        await asyncio.gather(engine.receive(manifest, WAIT_S), asyncio.to_thread(send_changed))
+        sending = asyncio.to_thread(send_some, sender, manifest, source, 1, 0)
+        await asyncio.gather(engine.receive(manifest, WAIT_S), sending)
 
     with pytest.raises(ChecksumMismatch, match=r"model\.embed_tokens\.weight"):
         loop.run(receive())

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rollout_workers.contract import Engine
 from rollout_workers.settings import RolloutSettings
 from system.core.weights.sender import Sender, manifest_of
-from system.core.weights.wire import Manifest, ParameterInfo, parameters_of
+from system.core.weights.wire import Manifest, ParameterInfo, new_buffer, pack, parameters_of, seal
 
 SMALL_KV_BYTES = 128 * 1024**2
 WAIT_S = 60.0
@@ -40,14 +41,10 @@ def logprobs(folder: Path, tokens: Sequence[int], temperature: float = 1.0) -> n
 
 
 class TorchSource:
-    """A transformers model as the sender sees it: names as on disk, a tied head once."""
+    """A model's folder as the sender sees it: names and tensors as on disk, a tied head once."""
 
     def __init__(self, folder: Path) -> None:
-        model = torch_model(folder)
-        tied = model.config.tie_word_embeddings
-        self.tensors = {
-            name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")
-        }
+        self.tensors = load_file(folder / "model.safetensors")
 
     def parameters(self) -> list[ParameterInfo]:
         return parameters_of(self.tensors.items(), "float32")
@@ -56,9 +53,23 @@ class TorchSource:
         return [self.tensors[name] for name in names]
 
 
-async def connect(sender: Sender, engine: Engine) -> None:
+def send_some(sender: Sender, manifest: Manifest, source: TorchSource, count: int, flipped: int | None = None) -> None:
+    """Sends ``count`` buckets, a byte of bucket ``flipped`` changed after it was sealed; then the sender leaves."""
+    for bucket in manifest.buckets()[:count]:
+        flat = new_buffer(bucket)
+        pack(bucket, source.gather(bucket.names), flat)
+        seal(bucket, manifest.version, flat)
+        if bucket.index == flipped:
+            flat[bucket.payload_bytes // 2] ^= 1
+        sender._group.broadcast(flat, WAIT_S)
+    sender.close()
+
+
+async def connect(sender: Sender, engine: Engine, world: int = 1) -> None:
+    """Builds a transfer group of the sender and an engine of ``world`` processes."""
     endpoint = sender.open()
-    await asyncio.gather(engine.join_transfer(endpoint, 1, 2, WAIT_S), asyncio.to_thread(sender.connect, 2, WAIT_S))
+    joining = engine.join_transfer(endpoint, 1, 1 + world, WAIT_S)
+    await asyncio.gather(joining, asyncio.to_thread(sender.connect, 1 + world, WAIT_S))
 
 
 async def sync(sender: Sender, engine: Engine, folder: Path, version: int, bucket_bytes: int = 20_000) -> Manifest:
@@ -71,7 +82,12 @@ async def sync(sender: Sender, engine: Engine, folder: Path, version: int, bucke
     return manifest
 
 
-async def probe_gap(engine: Engine, folder: Path, tokens: Sequence[int]) -> float:
-    """Largest difference of a probe token's log-prob, engine against transformers."""
+async def probe_gaps(engine: Engine, folder: Path, tokens: Sequence[int]) -> np.ndarray:
+    """Differences of the probe tokens' log-probs, engine against transformers."""
     answered = np.asarray(await engine.probe(tokens, WAIT_S))
-    return float(np.abs(answered - logprobs(folder, tokens)).max())
+    return np.abs(answered - logprobs(folder, tokens))
+
+
+async def probe_gap(engine: Engine, folder: Path, tokens: Sequence[int]) -> float:
+    """The largest of them."""
+    return float((await probe_gaps(engine, folder, tokens)).max())
