@@ -128,7 +128,7 @@ class TransferScene:
 
     async def open(self) -> TransferScene:
         os.environ.setdefault("RAY_worker_niceness", "0")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
         self.opened.callback(ray.shutdown)
         limits = LedgerLimits(GROUPS_PER_STEP, MAX_STALENESS, deadline_s=60.0)
         self.stream: StreamClient = await start_stream(limits, GROUP_SIZE, prompts)
