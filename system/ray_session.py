@@ -46,7 +46,7 @@ def start(namespace: str) -> str:
                 object_store_memory=OBJECT_STORE_BYTES,
                 **quiet,
             )
-    except (ConnectionError, RuntimeError, OSError) as failure:
+    except Exception as failure:  # Ray raises bare exceptions too: "The current node timed out during startup"
         raise InfrastructureError(f"Ray did not start: {failure}") from failure
     return str(context.address_info["gcs_address"])
 

@@ -103,27 +103,26 @@ def check_same(run: Run, wanted: Run, atol: float = 1e-6) -> None:
     assert lines[-1]["dropped"] == {}
 
 
-def actors(run: Run, kind: str) -> list[psutil.Process]:
-    """The run's Ray actors of a class, in the order in which they were started."""
-    found = [
-        psutil.Process(pid) for pid, name in processes_of(run.folder.path).items() if name.startswith(f"ray::{kind}")
-    ]
-    return sorted(found, key=lambda process: process.create_time())
+def processes(run: Run, name: str) -> list[psutil.Process]:
+    """The run's processes of that name without those they started themselves, in the order of their start."""
+    found = {
+        pid: psutil.Process(pid) for pid, command in processes_of(run.folder.path).items() if command.startswith(name)
+    }
+    first = [process for process in found.values() if process.ppid() not in found]
+    return sorted(first, key=lambda process: process.create_time())
 
 
 def kill_engine(run: Run) -> None:
     """Kills the vLLM process that holds the model of one rollout worker."""
-    actor = actors(run, "RolloutActor")[-1]
-    (worker,) = [child for child in actor.children(recursive=True) if "Worker" in child.name()]
-    worker.kill()
+    processes(run, "VLLM::Worker")[-1].kill()
 
 
 def kill_actor(run: Run) -> None:
-    actors(run, "RolloutActor")[0].kill()
+    processes(run, "ray::RolloutActor")[0].kill()
 
 
 def kill_rank(run: Run) -> None:
-    actors(run, "LearnerActor")[-1].kill()
+    processes(run, "ray::LearnerActor")[-1].kill()
 
 
 def disturbed(make: Make, overrides: list[str], *disturbances: Callable[[Run], None]) -> Run:
