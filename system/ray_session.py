@@ -18,6 +18,8 @@ from system.logs import configure_role
 
 LOOPBACK = "127.0.0.2"
 CONNECT_DEADLINE_S = 10.0
+LOCAL_STARTS = 3
+"""Ray gives its own processes 30 s to come up, too little on a machine that is busy at that moment."""
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
 """Groups of rollouts pass through it, weights do not."""
 
@@ -27,28 +29,33 @@ def start(namespace: str) -> str:
 
     A local cluster listens on loopback and asks for the run's own token; call ``use_token`` before Ray is imported.
     """
-    quiet: dict[str, Any] = {
-        "namespace": namespace, "log_to_driver": False, "logging_level": "ERROR",
+    settings: dict[str, Any] = {
+        "address": "auto", "namespace": namespace, "log_to_driver": False, "logging_level": "ERROR",
         "runtime_env": {"worker_process_setup_hook": configure_role},
     }  # fmt: skip
-    try:
-        if not is_local():
-            import ray
+    starts = 1
+    if is_local():
+        starts = LOCAL_STARTS
+        settings.update(
+            address="local",
+            _node_ip_address=LOOPBACK,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+        )
+    problem: Exception | None = None
+    for _ in range(starts):
+        try:
+            return str(_initialised(settings).address_info["gcs_address"])
+        except Exception as failure:  # Ray raises bare exceptions too
+            problem = failure
+            leave()
+    raise InfrastructureError(f"Ray did not start: {problem}") from problem
 
-            context = ray.init(address="auto", **quiet)
-        else:
-            import ray
 
-            context = ray.init(
-                address="local",
-                _node_ip_address=LOOPBACK,
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                **quiet,
-            )
-    except Exception as failure:  # Ray raises bare exceptions too: "The current node timed out during startup"
-        raise InfrastructureError(f"Ray did not start: {failure}") from failure
-    return str(context.address_info["gcs_address"])
+def _initialised(settings: dict[str, Any]) -> Any:
+    import ray
+
+    return ray.init(**settings)
 
 
 def join(address: str, namespace: str, token_file: Path) -> None:
