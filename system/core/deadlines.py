@@ -62,7 +62,7 @@ async def as_raised(reference: Any, what: str, error: type[InfrastructureError] 
         TriptychError, RecordError: as the actor raised them. A defect keeps Ray's wrapping, with the remote traceback.
         error: the actor's process is gone.
     """
-    from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+    from ray.exceptions import RayError, RayTaskError
 
     try:
         return await reference
@@ -70,7 +70,7 @@ async def as_raised(reference: Any, what: str, error: type[InfrastructureError] 
         if isinstance(failure.cause, TriptychError | RecordError):
             raise failure.cause from None
         raise
-    except (RayActorError, ObjectLostError) as failure:
+    except RayError as failure:  # died, killed for memory, lost with its node
         raise error(f"{what}: its process is gone: {first_line(failure)}") from failure
 
 
@@ -88,3 +88,7 @@ def wait_ray(refs: Any, deadline_s: float, what: str, error: type[TriptychError]
         return ray.get(refs, timeout=deadline_s)
     except ray.exceptions.GetTimeoutError:
         raise error(f"{what}: no answer within {deadline_s:g} s") from None
+    except ray.exceptions.RayTaskError:
+        raise
+    except ray.exceptions.RayError as failure:
+        raise InfrastructureError(f"{what}: its process is gone: {first_line(failure)}") from failure
