@@ -116,15 +116,19 @@ def test_a_process_that_dies_is_replaced_and_only_its_item_is_lost(
     assert "item 'c1'" in error.message
 
 
-def test_a_process_killed_from_outside_costs_no_reward(reward_file: RewardFile) -> None:
-    settings = reward_file("import time\ndef reward(completion): time.sleep(0.2); return 1.0")
+def test_a_process_killed_from_outside_costs_no_reward(reward_file: RewardFile, tmp_path: Path) -> None:
+    settings = reward_file(
+        "import pathlib, time\n"
+        f"def reward(completion): pathlib.Path({str(tmp_path)!r}, completion).touch(); time.sleep(0.2); return 1.0"
+    )
 
     async def use(scorer: LocalScorer) -> None:
         await scorer.start()
         (idle,) = scorer.pids()["style"]
         os.kill(idle, signal.SIGKILL)
         scoring = asyncio.ensure_future(scorer.score(request_of(["a", "b", "c"])))
-        await asyncio.sleep(0.5)
+        while not (tmp_path / "b").exists():
+            await asyncio.sleep(0.01)
         (busy,) = scorer.pids()["style"]
         assert busy != idle
         os.kill(busy, signal.SIGKILL)
