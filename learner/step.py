@@ -109,13 +109,7 @@ class StepRunner:
             kl = [self._reward_kl(line) for line in lines]
         local = StepRows.from_rows([line.row for line in lines], kl)
         parts = self.world.gather((local, tuple(line.row.length for line in lines)))
-        rows = StepRows(
-            rewards=[value for part, _ in parts for value in part.rewards],
-            group_ids=[value for part, _ in parts for value in part.group_ids],
-            trajectory_ids=[value for part, _ in parts for value in part.trajectory_ids],
-            token_counts=[value for part, _ in parts for value in part.token_counts],
-            kl=None if kl is None else [value for part, _ in parts for value in part.kl or ()],
-        )
+        rows = StepRows.joined([part for part, _ in parts])
         first = sum(len(part) for part, _ in parts[: self.world.rank])
         plan = self.objective.prepare(rows)
         for line, advantage in zip(lines, plan.advantages[first : first + len(lines)], strict=True):
@@ -126,26 +120,23 @@ class StepRunner:
         """Counts over all ranks of what takes part in ``groups``. Collective where a correction masks tokens."""
         settings = self.objective.settings
         if settings.denominator == "survivors" and self.objective.needs_logprobs_first:
-            mine = [line for line in lines if takes_part(line.advantage) and line.row.group_id in groups]
-            local = Denominators(0, 0, 0, 0)
-            if mine:
-                old = [_known(line.old_logprobs) for line in mine]
-                local = self.objective.surviving(self._objective_batch(mine, old, None))
-            parts = self.world.gather(local)
-            return Denominators(
-                tokens=sum(part.tokens for part in parts),
-                completions=sum(part.completions for part in parts),
-                trajectories=sum(part.trajectories for part in parts),
-                groups=sum(part.groups for part in parts),
-            )
+            mine = [
+                (_without_prompt(line), _known(line.old_logprobs))
+                for line in lines
+                if takes_part(line.advantage) and line.row.group_id in groups
+            ]
+            if self.coupled:  # a pair may stand on two ranks
+                return self._surviving([entry for part in self.world.gather(mine) for entry in part])
+            return sum(self.world.gather(self._surviving(mine)), Denominators(0, 0, 0, 0))
         chosen = [index for index, group_id in enumerate(facts.rows.group_ids) if group_id in groups]
-        subset = StepRows(
-            rewards=[facts.rows.rewards[index] for index in chosen],
-            group_ids=[facts.rows.group_ids[index] for index in chosen],
-            trajectory_ids=[facts.rows.trajectory_ids[index] for index in chosen],
-            token_counts=[facts.rows.token_counts[index] for index in chosen],
-        )
+        subset = facts.rows.select(chosen)
         return step_denominators(subset, [facts.plan.advantages[index] for index in chosen])
+
+    def _surviving(self, entries: Sequence[tuple[Line, np.ndarray]]) -> Denominators:
+        if not entries:
+            return Denominators(0, 0, 0, 0)
+        lines, old = [line for line, _ in entries], [values for _, values in entries]
+        return self.objective.surviving(self._objective_batch(lines, old, None))
 
     def has_gradient(self, advantage: float | None) -> bool:
         """Whether a row with this advantage can have coefficients other than zero."""
@@ -294,7 +285,8 @@ class StepRunner:
         def one(values: np.ndarray | None) -> Tensor:
             return torch.from_numpy(_known(values).copy())[None]
 
-        return float(reward_kl(one(line.old_logprobs), one(line.row.reference_logprobs), one(line.row.loss_mask))[0])
+        logprobs = one(line.old_logprobs), one(line.row.reference_logprobs)
+        return float(reward_kl(*logprobs, one(line.row.loss_mask), self.objective.settings.kl_estimator)[0])
 
 
 def is_silent_at_zero_advantage(objective: AnyObjective) -> bool:

@@ -16,8 +16,16 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from learner.advantages import Denominators, StepRows, count_groups, step_advantages, step_denominators, takes_part
-from learner.corrections import RULES, Correction, correct
+from learner.advantages import (
+    Denominators,
+    StepRows,
+    count_groups,
+    step_advantages,
+    step_denominators,
+    takes_part,
+    trajectory_lengths,
+)
+from learner.corrections import RULES, Drift, correct
 from learner.kl import LOG_RATIO_LIMIT, bounded_exp, clamped_tokens, kl_estimate, kl_k3, reward_kl
 from learner.objectives.batch import ObjectiveBatch
 from learner.objectives.inputs import LossInputs
@@ -55,7 +63,8 @@ class StepPlan:
     """Per row, in order; None: the row takes no part, so its forward and backward pass can be skipped."""
     denominators: Denominators
     sums: MetricSums
-    """zero_signal_share, too_few_scored, null_trajectories, advantage_abs_mean, rows_left_out."""
+    """zero_signal_share, too_few_scored, null_trajectories, advantage_abs_mean, rows_left_out; with a margin
+    margin_kept_share, with a soft overlong penalty overlong_penalty_mean."""
 
 
 class Objective(ABC, Generic[OptionsT]):
@@ -63,13 +72,16 @@ class Objective(ABC, Generic[OptionsT]):
 
     name: ClassVar[str]
     Options: ClassVar[type[ObjectiveSettings]] = ObjectiveSettings
-    coupling: ClassVar[Literal["completion", "group"]] = "completion"
-    """What the gradient mixes: ``completion`` can be cut anywhere, ``group`` needs whole groups in a batch."""
+    coupling: Literal["completion", "group"] = "completion"
+    """What the gradient mixes: ``completion`` can be cut anywhere, ``group`` needs whole groups in a batch, as it
+    does with ``lone_responses: drop``."""
     needs_rewards: ClassVar[bool] = True
     """False where ``advantages`` is overridden to do without them; null rewards leave the loss either way."""
 
     def __init__(self, settings: OptionsT) -> None:
         self.settings = settings
+        if settings.lone_responses == "drop":
+            self.coupling = "group"
 
     @abstractmethod
     def loss(self, inputs: LossInputs) -> Tensor:
@@ -104,10 +116,12 @@ class Objective(ABC, Generic[OptionsT]):
     def needs(self) -> frozenset[LogprobKind]:
         """Log-probs a batch should hold. ``old`` left out means the current ones, the others are required."""
         needed = set(self.policy_needs)
+        if self.settings.correction == "bypass":
+            needed -= {"old"}
         if self.settings.kl_coefficient > 0.0:
             needed |= {"reference"} if self.settings.kl_where == "loss" else {"reference", "old"}
         if self.settings.correction != "none":
-            needed |= {"rollout", "old"}
+            needed |= {"rollout"}
         return frozenset(needed)
 
     @property
@@ -122,16 +136,7 @@ class Objective(ABC, Generic[OptionsT]):
 
     def advantages(self, rows: StepRows) -> list[float | None]:
         """The advantage of every row of a step, None where it takes no part."""
-        options = self.settings
-        return step_advantages(
-            rows,
-            estimator=options.advantage,
-            ddof=options.ddof,
-            eps=options.eps,
-            zero_variance=options.zero_variance,
-            unbiased_variance=options.unbiased_variance,
-            kl_coefficient=options.kl_coefficient if options.has_kl_in_reward else 0.0,
-        )
+        return step_advantages(rows, **self.settings.advantage_options)
 
     def prepare(self, rows: StepRows) -> StepPlan:
         """Advantages, denominators and group metrics of a whole step.
@@ -139,19 +144,7 @@ class Objective(ABC, Generic[OptionsT]):
         When a step has several updates, each divides by ``step_denominators`` of its own rows, with these advantages.
         """
         advantages = self.advantages(rows)
-        counts = count_groups(rows)
-        part = [abs(value) for value in advantages if value is not None and takes_part(value)]
-        sums = MetricSums(
-            sums={
-                "zero_signal_share": (counts.zero_signal, counts.groups),
-                "advantage_abs_mean": (sum(part), len(part)),
-            },
-            totals={
-                "too_few_scored": counts.too_few_scored,
-                "null_trajectories": counts.null_trajectories,
-                "rows_left_out": len(rows) - len(part),
-            },
-        )
+        sums = _group_sums(rows, advantages, self.settings)
         return StepPlan(tuple(advantages), step_denominators(rows, advantages), sums)
 
     def __call__(self, batch: ObjectiveBatch) -> ObjectiveResult:
@@ -207,7 +200,12 @@ class Objective(ABC, Generic[OptionsT]):
             if self.settings.has_kl_in_reward:
                 assert batch.reference_logprobs is not None
                 old = batch.logprobs if batch.old_logprobs is None else batch.old_logprobs
-                kl = reward_kl(old.to(device, dtype), batch.reference_logprobs.to(device, dtype), written)
+                kl = reward_kl(
+                    old.to(device, dtype),
+                    batch.reference_logprobs.to(device, dtype),
+                    written,
+                    self.settings.kl_estimator,
+                )
             plan = self.prepare(batch.step_rows(kl))
             advantages = _as_tensor(plan.advantages)
         advantages = advantages.detach().to(device, dtype)
@@ -222,7 +220,21 @@ class Objective(ABC, Generic[OptionsT]):
         old_logprobs = clean(batch.old_logprobs, mask)
         rollout = clean(batch.rollout_logprobs, mask)
         current = leaf.clone() if old_logprobs is None else old_logprobs
-        correction = self._correct(current, rollout, mask)
+        if self.settings.correction == "bypass" and rollout is not None:
+            current = rollout
+        numbers = torch.where(part, advantages, torch.zeros_like(advantages))[:, None]
+        group_ids, trajectory_ids = batch.group_ids.to(device), batch.trajectory_ids.to(device)
+        correction = None
+        if self.settings.correction in RULES and rollout is not None:
+            drift = Drift(current - rollout, leaf - rollout, mask, numbers, group_ids, trajectory_ids)
+            options = self.settings
+            correction = correct(
+                options.correction,
+                drift,
+                options.correction_low,
+                options.correction_high,
+                drop_lone=options.lone_responses == "drop",
+            )
         counted = correction.kept & mask if correction and self.settings.denominator == "survivors" else mask
         leaf.requires_grad_()
         offline = torch.zeros_like(part) if batch.offline is None else batch.offline.to(device)
@@ -233,10 +245,10 @@ class Objective(ABC, Generic[OptionsT]):
             rollout=rollout,
             mask=mask,
             counted=counted,
-            advantages=torch.where(part, advantages, torch.zeros_like(advantages))[:, None],
+            advantages=numbers,
             rewards=None if batch.rewards is None else batch.rewards.to(device, dtype),
-            group_ids=batch.group_ids.to(device),
-            trajectory_ids=batch.trajectory_ids.to(device),
+            group_ids=group_ids,
+            trajectory_ids=trajectory_ids,
             offline=offline,
             denominators=batch.denominators or _count(counted, batch.group_ids, batch.trajectory_ids),
             correction=correction,
@@ -251,12 +263,6 @@ class Objective(ABC, Generic[OptionsT]):
                 raise ValueError(f"objective {self.name} with these options needs {kind}_logprobs; hand them in")
         if self.needs_rewards and batch.rewards is None and batch.advantages is None:
             raise ValueError(f"objective {self.name} needs rewards or advantages; hand in one of them")
-
-    def _correct(self, old: Tensor, rollout: Tensor | None, mask: Tensor) -> Correction | None:
-        options = self.settings
-        if options.correction == "none" or rollout is None:
-            return None
-        return correct(options.correction, old, rollout, mask, options.correction_low, options.correction_high)
 
 
 class TokenObjective(Objective[TokenOptionsT]):
@@ -293,6 +299,30 @@ def _count(counted: Tensor, group_ids: Tensor, trajectory_ids: Tensor) -> Denomi
     return step_denominators(rows, [0.0] * len(per_row))
 
 
+def _group_sums(rows: StepRows, advantages: Sequence[float | None], options: ObjectiveSettings) -> MetricSums:
+    """The metrics of a step's groups and rewards."""
+    counts = count_groups(rows, options.reward_margin)
+    part = [abs(value) for value in advantages if value is not None and takes_part(value)]
+    means: dict[str, tuple[float, float]] = {
+        "zero_signal_share": (counts.zero_signal, counts.groups),
+        "advantage_abs_mean": (sum(part), len(part)),
+    }
+    if options.reward_margin > 0.0:
+        scored = counts.groups - counts.too_few_scored
+        means["margin_kept_share"] = (scored - counts.zero_signal - counts.below_margin, scored)
+    if options.overlong is not None:
+        penalties = [options.overlong.penalty(length) for length in trajectory_lengths(rows)]
+        means["overlong_penalty_mean"] = (sum(penalties), len(penalties))
+    return MetricSums(
+        sums=means,
+        totals={
+            "too_few_scored": counts.too_few_scored,
+            "null_trajectories": counts.null_trajectories,
+            "rows_left_out": len(rows) - len(part),
+        },
+    )
+
+
 def _measure_ratios(inputs: LossInputs, metrics: MetricCollector) -> None:
     """The common metrics.
 
@@ -317,4 +347,6 @@ def _measure_ratios(inputs: LossInputs, metrics: MetricCollector) -> None:
     if inputs.correction is not None:
         metrics.mean("correction_truncated_share", inputs.correction.truncated, mask)
         metrics.mean("correction_masked_share", ~inputs.correction.kept, mask)
-        metrics.mean("correction_weight_mean", inputs.correction.weights, mask)
+        applied = inputs.correction.weights.expand_as(mask)
+        metrics.mean("correction_weight_mean", applied, mask)
+        metrics.effective_share("correction_ess", applied, mask)

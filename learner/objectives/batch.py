@@ -46,6 +46,8 @@ class ObjectiveBatch:
     """Counts of the whole update; None: counted in this batch."""
     offline: Tensor | None = None
     """[rows] bool, rows of offline pairs."""
+    lengths: Tensor | None = None
+    """[rows] int64, generated tokens, masked or not; None: those under the mask."""
 
     def __post_init__(self) -> None:
         if self.logprobs.ndim != 2:
@@ -127,6 +129,7 @@ class ObjectiveBatch:
             advantages=numbers("advantages", advantages),
             denominators=denominators,
             offline=None if offline is None else integers("offline", offline).bool(),
+            lengths=torch.tensor(lengths, dtype=torch.int64),
         )
 
     def select(self, rows: Sequence[int]) -> ObjectiveBatch:
@@ -143,12 +146,17 @@ class ObjectiveBatch:
         """The facts from which advantages and denominators follow, read from the device."""
         assert self.trajectory_ids is not None
         rewards = [math.nan] * len(self) if self.rewards is None else self.rewards.tolist()
+        reference = self.reference_logprobs
         return StepRows(
             rewards=[value if math.isfinite(value) else None for value in rewards],
             group_ids=self.group_ids.tolist(),
             trajectory_ids=self.trajectory_ids.tolist(),
             token_counts=self.mask.sum(dim=1).tolist(),
             kl=None if kl is None else kl.tolist(),
+            lengths=None if self.lengths is None else self.lengths.tolist(),
+            reference_logprobs=None
+            if reference is None
+            else torch.where(self.mask, reference.double(), 0.0).sum(dim=1).tolist(),
         )
 
 

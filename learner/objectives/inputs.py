@@ -84,6 +84,22 @@ class LossInputs:
         """A policy loss per token under the off-policy correction."""
         return per_token if self.correction is None else per_token * self.correction.weights
 
+    def corrected_trajectories(self, per_trajectory: Tensor) -> Tensor:
+        """A policy loss per trajectory, [trajectories], under a correction that weighs whole sequences.
+
+        Raises:
+            ValueError: the correction weighs tokens only.
+        """
+        if self.correction is None:
+            return per_trajectory
+        weights = self.correction.sequence_weights
+        if weights is None:
+            raise ValueError("this correction weighs tokens; the loss is one of whole sequences")
+        index = self.trajectories.index
+        part = index >= 0
+        per_row = weights[part, 0].to(per_trajectory.dtype)
+        return per_trajectory * torch.zeros_like(per_trajectory).index_copy(0, index[part], per_row).detach()
+
     def aggregate(self, per_token: Tensor, how: Aggregation, max_tokens: int | None = None) -> Tensor:
         """[rows, T] -> scalar, this batch's share of the mean over the whole update (OBJECTIVES 0.2).
 
