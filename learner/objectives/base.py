@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from learner.advantages import (
     Denominators,
     StepRows,
     count_groups,
+    pair_signs,
     step_advantages,
     step_denominators,
     takes_part,
@@ -77,6 +78,8 @@ class Objective(ABC, Generic[OptionsT]):
     does with ``lone_responses: drop``."""
     needs_rewards: ClassVar[bool] = True
     """False where ``advantages`` is overridden to do without them; null rewards leave the loss either way."""
+    takes_pairs: ClassVar[bool] = False
+    """Whether it learns from offline pairs (``LossInputs.pairs``) beside the run's own groups."""
 
     def __init__(self, settings: OptionsT) -> None:
         self.settings = settings
@@ -112,6 +115,16 @@ class Objective(ABC, Generic[OptionsT]):
                 "set it to 2 or more"
             )
 
+    def check_passes(self, epochs: int, minibatches: int) -> None:
+        """Refuses more updates per step than the objective bears.
+
+        Args:
+            epochs: passes over the groups of a step.
+            minibatches: updates per pass.
+        Raises:
+            ConfigError: with the mend.
+        """
+
     @property
     def needs(self) -> frozenset[LogprobKind]:
         """Log-probs a batch should hold. ``old`` left out means the current ones, the others are required."""
@@ -135,7 +148,7 @@ class Objective(ABC, Generic[OptionsT]):
         return self.settings.denominator == "survivors" and rule is not None and rule.masks
 
     def advantages(self, rows: StepRows) -> list[float | None]:
-        """The advantage of every row of a step, None where it takes no part."""
+        """The advantage of every row the run sampled in a step, None where it takes no part."""
         return step_advantages(rows, **self.settings.advantage_options)
 
     def prepare(self, rows: StepRows) -> StepPlan:
@@ -143,8 +156,16 @@ class Objective(ABC, Generic[OptionsT]):
 
         When a step has several updates, each divides by ``step_denominators`` of its own rows, with these advantages.
         """
-        advantages = self.advantages(rows)
-        sums = _group_sums(rows, advantages, self.settings)
+        offline = rows.offline or [False] * len(rows)
+        sampled, paired = (
+            [index for index, flag in enumerate(offline) if flag == wanted] for wanted in (False, True)
+        )
+        own = rows.select(sampled)
+        advantages: list[float | None] = [None] * len(rows)
+        for indices, values in ((sampled, self.advantages(own)), (paired, pair_signs(rows.select(paired)))):
+            for index, value in zip(indices, values, strict=True):
+                advantages[index] = value
+        sums = _group_sums(own, [advantages[index] for index in sampled], self.settings)
         return StepPlan(tuple(advantages), step_denominators(rows, advantages), sums)
 
     def __call__(self, batch: ObjectiveBatch) -> ObjectiveResult:
@@ -165,7 +186,8 @@ class Objective(ABC, Generic[OptionsT]):
             if loss.requires_grad:
                 (gradient,) = torch.autograd.grad(loss, inputs.logprobs, allow_unused=True)
                 if gradient is not None:
-                    coefficients = torch.where(inputs.mask, gradient, coefficients)
+                    trained = inputs.mask if inputs.pairs is None else inputs.mask | inputs.pairs.mask
+                    coefficients = torch.where(trained, gradient, coefficients)
         with torch.no_grad():
             collector = MetricCollector()
             collector.total("loss", loss)
@@ -212,12 +234,14 @@ class Objective(ABC, Generic[OptionsT]):
         part = ~advantages.isnan()
         if batch.rewards is not None:
             part = part & batch.rewards.to(device).isfinite()
-        mask = written & part[:, None]
+        trained = written & part[:, None]
+        offline = torch.zeros_like(part) if batch.offline is None else batch.offline.to(device)
+        mask = trained & ~offline[:, None]
 
-        leaf = clean(batch.logprobs, mask)
+        leaf = clean(batch.logprobs, trained)
         assert leaf is not None
         assert batch.trajectory_ids is not None
-        old_logprobs = clean(batch.old_logprobs, mask)
+        old_logprobs = clean(batch.old_logprobs, trained)
         rollout = clean(batch.rollout_logprobs, mask)
         current = leaf.clone() if old_logprobs is None else old_logprobs
         if self.settings.correction == "bypass" and rollout is not None:
@@ -237,11 +261,10 @@ class Objective(ABC, Generic[OptionsT]):
             )
         counted = correction.kept & mask if correction and self.settings.denominator == "survivors" else mask
         leaf.requires_grad_()
-        offline = torch.zeros_like(part) if batch.offline is None else batch.offline.to(device)
-        return LossInputs(
+        inputs = LossInputs(
             logprobs=leaf,
             old=current,
-            reference=clean(batch.reference_logprobs, mask),
+            reference=clean(batch.reference_logprobs, trained),
             rollout=rollout,
             mask=mask,
             counted=counted,
@@ -249,10 +272,15 @@ class Objective(ABC, Generic[OptionsT]):
             rewards=None if batch.rewards is None else batch.rewards.to(device, dtype),
             group_ids=group_ids,
             trajectory_ids=trajectory_ids,
-            offline=offline,
-            denominators=batch.denominators or _count(counted, batch.group_ids, batch.trajectory_ids),
+            lengths=None if batch.lengths is None else batch.lengths.to(device),
+            denominators=batch.denominators or _count(torch.where(offline[:, None], trained, counted), batch),
             correction=correction,
-        ), plan
+        )
+        if batch.offline is None:
+            return inputs, plan
+        paired = trained & offline[:, None]
+        pairs = replace(inputs, mask=paired, counted=paired, correction=None)
+        return replace(inputs, pairs=pairs), plan
 
     def _require(self, batch: ObjectiveBatch) -> None:
         needed = set(self.needs)
@@ -261,6 +289,8 @@ class Objective(ABC, Generic[OptionsT]):
         for kind, logprobs in (("reference", batch.reference_logprobs), ("rollout", batch.rollout_logprobs)):
             if kind in needed and logprobs is None:
                 raise ValueError(f"objective {self.name} with these options needs {kind}_logprobs; hand them in")
+        if batch.offline is not None and not self.takes_pairs and bool(batch.offline.any()):
+            raise ValueError(f"objective {self.name} learns from no offline pairs; leave out rows with offline=True")
         if self.needs_rewards and batch.rewards is None and batch.advantages is None:
             raise ValueError(f"objective {self.name} needs rewards or advantages; hand in one of them")
 
@@ -293,10 +323,9 @@ def _as_tensor(advantages: Sequence[float | None]) -> Tensor:
     return torch.tensor([float("nan") if value is None else value for value in advantages], dtype=torch.float64)
 
 
-def _count(counted: Tensor, group_ids: Tensor, trajectory_ids: Tensor) -> Denominators:
-    per_row = counted.sum(dim=1).tolist()
-    rows = StepRows([None] * len(per_row), group_ids.tolist(), trajectory_ids.tolist(), per_row)
-    return step_denominators(rows, [0.0] * len(per_row))
+def _count(counted: Tensor, batch: ObjectiveBatch) -> Denominators:
+    rows = replace(batch, mask=counted.to(batch.mask.device)).step_rows()
+    return step_denominators(rows, [0.0] * len(batch))
 
 
 def _group_sums(rows: StepRows, advantages: Sequence[float | None], options: ObjectiveSettings) -> MetricSums:

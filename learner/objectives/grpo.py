@@ -14,24 +14,25 @@ from learner.objectives.settings import Aggregation, ClippedSettings, ObjectiveS
 
 
 def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, clip_low: float | None, clip_high: float | None, dual_clip: float | None
+    ratio: Tensor, advantages: Tensor, clip_low: float | None, clip_high: float | None, dual_clip: float | None = None
 ) -> Tensor:
     """-min(ratio a, clip(ratio, 1 - low, 1 + high) a); for a < 0 at most -dual_clip a (PPO; Ye et al. 2020).
 
     Args:
-        ratio: [rows, T] pi / pi_old.
-        advantages: broadcastable to [rows, T].
+        ratio: pi / pi_old, of tokens or of sequences.
+        advantages: broadcastable to it.
     Returns:
-        [rows, T].
+        As ``ratio``.
     """
-    clipped = _clip(ratio, clip_low, clip_high)
+    clipped = clip_ratio(ratio, clip_low, clip_high)
     losses = -torch.minimum(ratio * advantages, clipped * advantages)
     if dual_clip is None:
         return losses
     return torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
 
 
-def _clip(ratio: Tensor, clip_low: float | None, clip_high: float | None) -> Tensor:
+def clip_ratio(ratio: Tensor, clip_low: float | None, clip_high: float | None) -> Tensor:
+    """clip(ratio, 1 - low, 1 + high); None: no bound on that side."""
     if clip_low is None and clip_high is None:
         return ratio
     return ratio.clamp(
@@ -48,7 +49,12 @@ class GrpoSettings(ClippedSettings):
 
 
 class Grpo(TokenObjective[ClippedSettings]):
-    """Clipped surrogate with group-relative advantages; the KL of the paper is kl_coefficient: 0.04 with k3."""
+    """Clipped surrogate with group-relative advantages.
+
+    L = (1/B) sum_i (1/T_i) sum_t m PPO(rho, a), PPO = -min(rho a, clip(rho, 1 - low, 1 + high) a),
+    rho = exp(lp - lp_old), a_i = (R_i - mean) / (std + eps). The KL of the paper is kl_coefficient: 0.04 with k3.
+    Source: DeepSeekMath, 2402.03300.
+    """
 
     name = "grpo"
     Options: ClassVar[type[ObjectiveSettings]] = GrpoSettings

@@ -86,6 +86,7 @@ def build_objective_of(recipe: Recipe) -> Any:
     chosen = recipe.objective
     objective = build_objective(chosen.name, file=chosen.file, **chosen.options)
     objective.check(recipe.rollout.group_size)
+    objective.check_passes(recipe.learner.epochs_per_step, recipe.learner.minibatches_per_step)
     correction = getattr(objective.settings, "correction", chosen.correction)
     staleness = recipe.stream.max_staleness
     if staleness > 0 and correction == "none":
