@@ -9,8 +9,9 @@ rows count in no denominator. Groups whose task rewards are equal have advantage
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -40,6 +41,8 @@ class StepRows:
     """Generated tokens of each row, masked or not; None: ``token_counts``."""
     reference_logprobs: Sequence[float] | None = None
     """Per row, sum over trained tokens of log pi_ref; None: not known. For objectives that shape rewards with it."""
+    offline: Sequence[bool] | None = None
+    """Rows of offline pairs, which no policy of the run sampled; None: there are none."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(values) for name, values in self._columns().items()}
@@ -94,13 +97,21 @@ class Denominators:
     """Rows: one completion each, or one segment of a trajectory."""
     trajectories: int
     groups: int
+    pairs: int = 0
+    """Offline pairs, which count nowhere else."""
+    group_sizes: Mapping[int, int] = field(default_factory=dict, compare=False)
+    """Trajectories of each group, by group_id: what a mean over one group divides by, however the group is cut."""
 
     def __add__(self, other: Denominators) -> Denominators:
+        sizes = Counter(self.group_sizes)
+        sizes.update(other.group_sizes)
         return Denominators(
             self.tokens + other.tokens,
             self.completions + other.completions,
             self.trajectories + other.trajectories,
             self.groups + other.groups,
+            self.pairs + other.pairs,
+            dict(sizes),
         )
 
 
@@ -248,19 +259,41 @@ def step_denominators(rows: StepRows, advantages: Sequence[float | None]) -> Den
         rows: every row of the update, over all micro-batches and ranks.
         advantages: as ``step_advantages`` gave them, one per row.
     """
+    offline = rows.offline or [False] * len(rows)
     part = [
-        (group, trajectory, tokens)
-        for group, trajectory, tokens, advantage in zip(
-            rows.group_ids, rows.trajectory_ids, rows.token_counts, advantages, strict=True
-        )
+        index
+        for index, (tokens, advantage) in enumerate(zip(rows.token_counts, advantages, strict=True))
         if takes_part(advantage) and tokens > 0
     ]
+    sampled = [index for index in part if not offline[index]]
+    trajectories = {(rows.group_ids[index], rows.trajectory_ids[index]) for index in sampled}
+    group_sizes = dict(Counter(group for group, _ in trajectories))
     return Denominators(
-        tokens=sum(tokens for _, _, tokens in part),
-        completions=len(part),
-        trajectories=len({(group, trajectory) for group, trajectory, _ in part}),
-        groups=len({group for group, _, _ in part}),
+        tokens=sum(rows.token_counts[index] for index in sampled),
+        completions=len(sampled),
+        trajectories=len(trajectories),
+        groups=len(group_sizes),
+        pairs=len({rows.group_ids[index] for index in part if offline[index]}),
+        group_sizes=group_sizes,
     )
+
+
+def pair_signs(rows: StepRows) -> list[float | None]:
+    """+1 for the chosen row of each offline pair, -1 for the rejected one; None where the rewards do not say.
+
+    Args:
+        rows: of offline pairs alone: two rows per group, the chosen one with the higher reward.
+    """
+    rewards: dict[int, list[float]] = {}
+    for group, reward in zip(rows.group_ids, rows.rewards, strict=True):
+        if reward is not None:
+            rewards.setdefault(group, []).append(reward)
+    signs: list[float | None] = []
+    for group, reward in zip(rows.group_ids, rows.rewards, strict=True):
+        pair = rewards.get(group, [])
+        differ = len(pair) == 2 and not rewards_are_equal(pair)
+        signs.append(None if reward is None or not differ else 1.0 if reward == max(pair) else -1.0)
+    return signs
 
 
 def count_groups(rows: StepRows, margin: float = 0.0) -> GroupCounts:

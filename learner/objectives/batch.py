@@ -97,6 +97,7 @@ class ObjectiveBatch:
             loss_mask: False for tokens the policy did not write; default: all tokens.
             advantages: None for a completion that takes no part; default: from the rewards.
             denominators: of the whole update; default: counted from the lists.
+            offline: True for the rows of offline pairs: groups of two, the chosen row with the higher reward.
             dtype: of all log-probs.
         Raises:
             ValueError: lists of different lengths, with the argument and the row.
@@ -154,6 +155,7 @@ class ObjectiveBatch:
             token_counts=self.mask.sum(dim=1).tolist(),
             kl=None if kl is None else kl.tolist(),
             lengths=None if self.lengths is None else self.lengths.tolist(),
+            offline=None if self.offline is None else self.offline.tolist(),
             reference_logprobs=None
             if reference is None
             else torch.where(self.mask, reference.double(), 0.0).sum(dim=1).tolist(),

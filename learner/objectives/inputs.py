@@ -26,6 +26,8 @@ class Trajectories:
     """[rows] int64, each row's trajectory; -1 for rows that take no part."""
     groups: Tensor
     """[trajectories] int64, each trajectory's group, numbered from 0 in ascending group_id order."""
+    sizes: Tensor
+    """[groups] trajectories that take part in each group, over the whole update."""
     advantages: Tensor
     """[trajectories]."""
     rewards: Tensor | None
@@ -64,10 +66,12 @@ class LossInputs:
     """[rows]."""
     group_ids: Tensor
     trajectory_ids: Tensor
-    offline: Tensor
-    """[rows] bool."""
+    lengths: Tensor | None
+    """[rows] generated tokens, masked or not; None: not known."""
     denominators: Denominators
     correction: Correction | None
+    pairs: LossInputs | None = None
+    """The rows of offline pairs, which the other fields leave out; advantages +1 (chosen) and -1 (rejected)."""
 
     @cached_property
     def ratio(self) -> Tensor:
@@ -125,11 +129,17 @@ class LossInputs:
         unique, of_part = torch.unique(keys, dim=0, return_inverse=True)
         index = torch.full_like(self.group_ids, -1)
         index[part] = of_part
-        groups = torch.unique(unique[:, 0], return_inverse=True)[1]
+        group_ids, groups = torch.unique(unique[:, 0], return_inverse=True)
         first = torch.zeros(len(unique), dtype=torch.int64, device=index.device)
         first[of_part] = part.nonzero()[:, 0]
         rewards = None if self.rewards is None else self.rewards[first]
-        return Trajectories(index, groups, self.advantages[first, 0], rewards)
+        return Trajectories(index, groups, self._group_sizes(group_ids, groups), self.advantages[first, 0], rewards)
+
+    def _group_sizes(self, group_ids: Tensor, groups: Tensor) -> Tensor:
+        here = torch.bincount(groups, minlength=len(group_ids)).tolist()
+        known = self.denominators.group_sizes
+        sizes = [known.get(group_id, count) for group_id, count in zip(group_ids.tolist(), here, strict=True)]
+        return self.logprobs.new_tensor(sizes)
 
     def trajectory_sum(self, per_token: Tensor) -> Tensor:
         """[rows, T] -> [trajectories], sum over the trained tokens of all rows of each."""
