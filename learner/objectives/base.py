@@ -157,9 +157,7 @@ class Objective(ABC, Generic[OptionsT]):
         When a step has several updates, each divides by ``step_denominators`` of its own rows, with these advantages.
         """
         offline = rows.offline or [False] * len(rows)
-        sampled, paired = (
-            [index for index, flag in enumerate(offline) if flag == wanted] for wanted in (False, True)
-        )
+        sampled, paired = ([index for index, flag in enumerate(offline) if flag == wanted] for wanted in (False, True))
         own = rows.select(sampled)
         advantages: list[float | None] = [None] * len(rows)
         for indices, values in ((sampled, self.advantages(own)), (paired, pair_signs(rows.select(paired)))):

@@ -78,11 +78,24 @@ class LossInputs:
         """[rows, T] pi / pi_old with its gradient, log-ratio clamped to +-20."""
         return bounded_exp(self.logprobs - self.old)
 
-    def reference_log_ratio(self) -> Tensor:
-        """[rows, T] log pi - log pi_ref."""
+    @property
+    def required_reference(self) -> Tensor:
+        """[rows, T] log pi_ref."""
         if self.reference is None:
             raise ValueError("this objective needs reference_logprobs; hand them in")
-        return self.logprobs - self.reference
+        return self.reference
+
+    def reference_log_ratio(self) -> Tensor:
+        """[rows, T] log pi - log pi_ref."""
+        return self.logprobs - self.required_reference
+
+    @cached_property
+    def gradient_weighted(self) -> Tensor:
+        """[rows, T] log pi whose gradient, not its value, carries the token weights of the correction."""
+        if self.correction is None or self.correction.sequence_weights is not None:
+            return self.logprobs
+        value = self.logprobs.detach()
+        return value + self.correction.weights * (self.logprobs - value)
 
     def corrected(self, per_token: Tensor) -> Tensor:
         """A policy loss per token under the off-policy correction."""
