@@ -16,7 +16,7 @@ from system.core.protocols import Prompt
 from system.core.records import Group
 from system.core.weights.wire import Endpoint, Manifest
 from system.ledger_facts import LedgerLimits
-from system.recipe import Plan, Recipe
+from system.recipe import Plan, Recipe, build_objective_of
 from system.run_folder import RunRecord
 from system.sync import ProbeLimit
 
@@ -77,13 +77,15 @@ def learner_plan(recipe: Recipe, plan: Plan) -> LearnerPlan:
 
 def ledger_limits(recipe: Recipe) -> LedgerLimits:
     """The stream's rules for this recipe."""
+    options = build_objective_of(recipe).settings
     return LedgerLimits(
         groups_per_step=recipe.stream.groups_per_step,
         max_staleness=recipe.stream.max_staleness,
         deadline_s=recipe.rollout.deadline_s,
         attempts=recipe.rollout.attempts,
         refill_limit=recipe.stream.refill_limit,
-        refill_zero_signal=recipe.objective.options.get("zero_variance") == "refill",
+        refill_zero_signal=options.zero_variance == "refill",
+        refill_margin=options.reward_margin,
         steps=recipe.run.steps,
     )
 

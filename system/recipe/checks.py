@@ -87,6 +87,12 @@ def build_objective_of(recipe: Recipe) -> Any:
     objective = build_objective(chosen.name, file=chosen.file, **chosen.options)
     objective.check(recipe.rollout.group_size)
     objective.check_passes(recipe.learner.epochs_per_step, recipe.learner.minibatches_per_step)
+    overlong = objective.settings.overlong
+    if overlong is not None and overlong.penalty(recipe.rollout.max_tokens) == 0.0:
+        raise ConfigError(
+            f"objective.overlong_max_tokens: {overlong.max_tokens} with overlong_cache_tokens {overlong.cache_tokens} "
+            f"has no effect: completions end at rollout.max_tokens {recipe.rollout.max_tokens}"
+        )
     correction = getattr(objective.settings, "correction", chosen.correction)
     staleness = recipe.stream.max_staleness
     if staleness > 0 and correction == "none":
