@@ -96,7 +96,7 @@ def _objectives() -> list[CatalogEntry]:
 
 def _objective(name: str, objective: Any) -> CatalogEntry:
     summary, _, details = (objective.__doc__ or "").strip().partition("\n")
-    needs = ", ".join(sorted(objective(objective.Options()).needs)) or "nothing"
+    needs = ", ".join(sorted(objective(objective.Options.model_construct()).needs)) or "nothing"
     return CatalogEntry(
         name=name,
         summary=summary.strip(),

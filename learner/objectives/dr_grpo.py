@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import ClassVar
 
 from learner.objectives.grpo import Grpo, GrpoSettings
-from learner.objectives.settings import Aggregation, ObjectiveSettings
+from learner.objectives.settings import Aggregation, MaxTokens, ObjectiveSettings
 
 
 class DrGrpoSettings(GrpoSettings):
-    """Options of dr_grpo; max_tokens is required."""
+    """Options of dr_grpo."""
 
     advantage: str = "group_mean"
     aggregation: Aggregation = "sequence_sum_norm"
+    max_tokens: MaxTokens = None
+    """Required: the constant length that the sum is divided by, as a rule rollout.max_tokens."""
 
 
 class DrGrpo(Grpo):

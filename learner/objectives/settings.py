@@ -23,6 +23,7 @@ from system.core.settings import Settings
 Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_sum", "sequence_sum_norm"]
 ClipWidth = Annotated[float, Field(ge=0.0)] | None
 DualClip = Annotated[float, Field(gt=1.0)] | None
+MaxTokens = Annotated[int, Field(ge=1)] | None
 
 TOKEN_CORRECTIONS = tuple(name for name, rule in corrections.RULES.items() if rule.scope == "token")
 """Those that weigh tokens one by one."""
@@ -249,7 +250,7 @@ class TokenSettings(ObjectiveSettings):
 
     aggregation: Aggregation = "token_mean"
     """token_mean; or per completion: sequence_mean_token_mean, sequence_sum, sequence_sum_norm (sum / max_tokens)."""
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: MaxTokens = None
     """The constant length that sequence_sum_norm divides by: the longest completion the recipe allows."""
 
     @model_validator(mode="after")
