@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.advantages import ESTIMATORS, Scale, StepRows, count_groups, step_advantages
@@ -42,6 +42,7 @@ def test_pairs_have_the_published_soft_advantages(vector):
 
 
 @given(difference=st.floats(1e-3, 5.0), temperature=st.floats(0.05, 5.0))
+@settings(deadline=None)
 def test_a_soft_margin_is_the_expected_sign_of_a_bradley_terry_preference(difference, temperature):
     first, _ = pair(difference, advantage="soft_margin", reward_temperature=temperature)
     preference = 1 / (1 + math.exp(-difference / temperature))
@@ -49,6 +50,7 @@ def test_a_soft_margin_is_the_expected_sign_of_a_bradley_terry_preference(differ
 
 
 @given(confidence=st.floats(0.01, 0.95), temperature=st.floats(0.05, 5.0))
+@settings(deadline=None)
 def test_a_confident_margin_is_where_the_preference_is_that_sure(confidence, temperature):
     margin = confident_margin(confidence, temperature)
     assert 2 / (1 + math.exp(-margin / temperature)) - 1 == pytest.approx(confidence)
@@ -56,6 +58,7 @@ def test_a_confident_margin_is_where_the_preference_is_that_sure(confidence, tem
 
 @pytest.mark.parametrize("estimator", ["soft_margin", "probit", "group_zscore"])
 @given(rewards=st.lists(st.floats(-3, 3), min_size=3, max_size=9), scale=st.floats(0.1, 2.0))
+@settings(deadline=None)
 def test_soft_advantages_keep_the_order_and_stay_below_hard_ones(estimator, rewards, scale):
     scales = Scale(ddof=0, eps=0.0, std_floor=scale, temperature=scale, noise=scale)
     if max(rewards) - min(rewards) < 1e-3:

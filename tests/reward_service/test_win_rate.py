@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reward_service.win_rate import judged_win_rates
@@ -41,6 +41,7 @@ def test_of_a_pair_only_the_winner_is_left() -> None:
 
 
 @given(scores=SCORES, bias=st.floats(-0.2, 0.2))
+@settings(deadline=None)
 def test_a_liking_for_one_place_cancels(scores: list[float], bias: float) -> None:
     fair = lambda first, second: 0.25 + 0.5 * soft(1.0)(first, second)  # noqa: E731
     biased = lambda first, second: fair(first, second) + bias  # noqa: E731
@@ -48,6 +49,7 @@ def test_a_liking_for_one_place_cancels(scores: list[float], bias: float) -> Non
 
 
 @given(scores=SCORES)
+@settings(deadline=None)
 def test_win_rates_of_a_group_average_to_one_half(scores: list[float]) -> None:
     rates = judged_win_rates(scores, hard)
     assert sum(rates) / len(rates) == pytest.approx(0.5)
