@@ -35,6 +35,7 @@ from learner.objectives.settings import Aggregation, ObjectiveSettings, TokenSet
 from system.core.errors import ConfigError
 
 LogprobKind = Literal["old", "reference", "rollout"]
+Unit = Literal["row", "trajectory", "group"]
 OptionsT = TypeVar("OptionsT", bound=ObjectiveSettings)
 TokenOptionsT = TypeVar("TokenOptionsT", bound=TokenSettings)
 
@@ -76,7 +77,7 @@ class Objective(ABC, Generic[OptionsT]):
     coupling: Literal["completion", "group"] = "completion"
     """What the gradient mixes: ``completion`` can be cut anywhere, ``group`` needs whole groups in a batch, as it
     does with ``lone_responses: drop``."""
-    needs_rewards: ClassVar[bool] = True
+    needs_rewards: bool = True
     """False where ``advantages`` is overridden to do without them; null rewards leave the loss either way."""
     takes_pairs: ClassVar[bool] = False
     """Whether it learns from offline pairs (``LossInputs.pairs``) beside the run's own groups."""
@@ -136,6 +137,11 @@ class Objective(ABC, Generic[OptionsT]):
         if self.settings.correction != "none":
             needed |= {"rollout"}
         return frozenset(needed)
+
+    @property
+    def unit(self) -> Unit:
+        """The least that a batch must hold whole: a trajectory may have several rows, where it was cut in segments."""
+        return "group" if self.coupling == "group" else "trajectory"
 
     @property
     def needs_logprobs_first(self) -> bool:
@@ -297,6 +303,12 @@ class TokenObjective(Objective[TokenOptionsT]):
     """An objective that is a mean over tokens, cut anywhere."""
 
     Options: ClassVar[type[ObjectiveSettings]] = TokenSettings
+
+    @property
+    def unit(self) -> Unit:
+        rule = RULES.get(self.settings.correction)
+        by_row = super().unit == "trajectory" and (rule is None or rule.scope == "token")
+        return "row" if by_row else super().unit
 
     @abstractmethod
     def token_loss(self, inputs: LossInputs) -> Tensor:

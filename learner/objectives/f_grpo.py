@@ -96,6 +96,8 @@ class FGrpo(Objective[FGrpoSettings]):
         losses = self.bent(rewards, trajectories.advantages * self._importance(inputs))
         if inputs.correction is not None and inputs.correction.sequence_weights is not None:
             losses = inputs.corrected_trajectories(losses)
+        elif inputs.correction is not None:
+            losses = torch.where(inputs.kept_trajectories(), losses, torch.zeros_like(losses))
         share = losses / trajectories.sizes[trajectories.groups]
         return self.kappa * share.sum() / max(inputs.denominators.groups, 1)
 
@@ -136,9 +138,7 @@ class FGrpo(Objective[FGrpoSettings]):
     def _token_losses(self, inputs: LossInputs) -> Tensor:
         weights = self._importance(inputs)
         if self.settings.weights != "none":
-            index = inputs.trajectories.index
-            weights = torch.where(index >= 0, weights[index.clamp(min=0)], torch.zeros_like(inputs.advantages[:, 0]))
-            weights = weights[:, None]
+            weights = inputs.of_trajectory(weights)
         return self.bent(self._implicit(inputs, inputs.logprobs), inputs.advantages * weights)
 
     def _implicit(self, inputs: LossInputs, logprobs: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class FGrpo(Objective[FGrpoSettings]):
             return self_normalised_weights(trajectories.rewards, logprobs, sides)
         tokens = inputs.trajectory_sum(inputs.mask.to(logprobs.dtype)).clamp(min=1.0)
         weights = self_normalised_weights(trajectories.rewards, logprobs / tokens, sides, options.weight_temperature)
-        return torch.minimum(weights, options.weight_cap / torch.bincount(sides)[sides])
+        return torch.minimum(weights, options.weight_cap / torch.bincount(sides).to(weights.dtype)[sides])
 
 
 def self_normalised_weights(rewards: Tensor, logprobs: Tensor, sides: Tensor, temperature: float = 1.0) -> Tensor:

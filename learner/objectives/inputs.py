@@ -117,6 +117,12 @@ class LossInputs:
         per_row = weights[part, 0].to(per_trajectory.dtype)
         return per_trajectory * torch.zeros_like(per_trajectory).index_copy(0, index[part], per_row).detach()
 
+    def kept_trajectories(self) -> Tensor:
+        """[trajectories] bool, of which the correction keeps at least one token."""
+        if self.correction is None:
+            return torch.ones_like(self.trajectories.advantages, dtype=torch.bool)
+        return self.trajectory_sum(self.correction.kept.to(self.logprobs.dtype)) > 0
+
     def aggregate(self, per_token: Tensor, how: Aggregation, max_tokens: int | None = None) -> Tensor:
         """[rows, T] -> scalar, this batch's share of the mean over the whole update (OBJECTIVES 0.2).
 
@@ -156,7 +162,25 @@ class LossInputs:
 
     def trajectory_sum(self, per_token: Tensor) -> Tensor:
         """[rows, T] -> [trajectories], sum over the trained tokens of all rows of each."""
-        sums = torch.where(self.mask, per_token, torch.zeros_like(per_token)).sum(dim=1)
+        return self._over_rows(torch.where(self.mask, per_token, torch.zeros_like(per_token)).sum(dim=1))
+
+    def of_trajectory(self, per_trajectory: Tensor) -> Tensor:
+        """[trajectories] -> [rows, 1], each row that of its trajectory; 0 on rows that take no part."""
+        index = self.trajectories.index
+        padded = torch.cat([per_trajectory, per_trajectory.new_zeros(1)])
+        return padded[torch.where(index >= 0, index, len(per_trajectory))][:, None]
+
+    def trajectory_lengths(self) -> Tensor:
+        """[trajectories] generated tokens, masked or not.
+
+        Raises:
+            ValueError: the batch does not know them.
+        """
+        if self.lengths is None:
+            raise ValueError("this objective needs the lengths of completions; hand them in")
+        return self._over_rows(self.lengths)
+
+    def _over_rows(self, per_row: Tensor) -> Tensor:
         part = self.trajectories.index >= 0
-        zeros = sums.new_zeros(len(self.trajectories.groups))
-        return zeros.index_add(0, self.trajectories.index[part], sums[part])
+        zeros = per_row.new_zeros(len(self.trajectories.groups))
+        return zeros.index_add(0, self.trajectories.index[part], per_row[part])
