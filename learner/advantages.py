@@ -85,6 +85,7 @@ class StepRows:
             kl=kl,
             lengths=[row.length for row in rows],
             reference_logprobs=reference,
+            offline=[row.offline for row in rows],
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from learner.deepspeed_engine import NonFiniteError
 from learner.handles import ActorRank, LocalRank, RankHandle
+from learner.objectives import build_objective
 from learner.packing import PackItem, split_in_order, spread_over_ranks
 from learner.rank import LearnerPlan, StepReport
 from system.core.deadlines import first_line, within
@@ -25,6 +26,11 @@ from system.core.weights.wire import DEFAULT_BUCKET_BYTES, Endpoint, Manifest
 CLOSE_DEADLINE_S = 20.0
 """A rank that is idle closes in milliseconds; one that hangs is not waited for longer than this."""
 
+TOLERANCE = 0.1
+"""How much more than the even share a rank may have before groups are cut."""
+
+COUPLED_TOLERANCE = 0.3
+"""The same where a cut group costs a second forward pass over all rows."""
 
 OTHERS_DEADLINE_S = 3.0
 """How long after a rank's error the others may still say what happened to them, which may be its cause."""
@@ -54,6 +60,7 @@ class LearnerPool:
         self._options = options
         self._ranks: list[RankHandle] = []
         self._failed: str | None = None
+        self._tolerance = TOLERANCE
 
     async def start(self) -> None:
         """Creates the ranks, lets them meet and load the model.
@@ -75,6 +82,8 @@ class LearnerPool:
             address = LOOPBACK if len(set(addresses)) == 1 else addresses[0]
             meeting = await self._one("meeting", deadline_s, address)
         await self._all("setup", deadline_s, meeting)
+        couples = build_objective(**self.plan.objective).unit == "group"
+        self._tolerance = COUPLED_TOLERANCE if couples else TOLERANCE
 
     async def restart(self, folder: str | Path | None) -> None:
         """Ends all ranks and starts new ones, from the checkpoint in ``folder`` where there is one."""
@@ -90,7 +99,7 @@ class LearnerPool:
             NonFiniteError, ConfigError: from a rank, as they were raised.
             LearnerLost: a rank is gone, or did not answer within ``learner.step_deadline_s``.
         """
-        shares = share_rows(groups, self.size, self.plan.learner.minibatches_per_step)
+        shares = share_rows(groups, self.size, self.plan.learner.minibatches_per_step, self._tolerance)
         deadline_s = self.plan.learner.step_deadline_s
         calls = [rank.call("step", share, step, version) for rank, share in zip(self._usable(), shares, strict=True)]
         reports: list[StepReport] = await self._gather(calls, deadline_s, f"step {step}")
@@ -186,10 +195,13 @@ class LearnerPool:
             self._failed = f"{type(failure).__name__}: {first_line(failure)}"
 
 
-def share_rows(groups: Sequence[Group], ranks: int, minibatches: int) -> list[list[Group]]:
+def share_rows(
+    groups: Sequence[Group], ranks: int, minibatches: int, tolerance: float = TOLERANCE
+) -> list[list[Group]]:
     """The rows of each rank, as groups; a group that is cut appears on several ranks with different rows.
 
-    Every minibatch is spread by itself, and so are groups whose rewards are all equal (their passes may be left out).
+    Groups are cut where the heaviest rank would else have more than ``1 + tolerance`` of the even share. Every
+    minibatch is spread by itself, and so are groups whose rewards are all equal (their passes may be left out).
     """
     by_id = {group.group_id: group for group in groups}
     shares: list[list[Group]] = [[] for _ in range(ranks)]
@@ -198,7 +210,7 @@ def share_rows(groups: Sequence[Group], ranks: int, minibatches: int) -> list[li
             rows = [row for group_id in group_ids for row in by_id[group_id].rows]
             rows = [row for row in rows if by_id[row.group_id].has_zero_signal() == silent]
             items = [PackItem(_cost_tokens(row), row.group_id, row.trajectory_id) for row in rows]
-            for rank, indices in enumerate(spread_over_ranks(items, ranks) if rows else []):
+            for rank, indices in enumerate(spread_over_ranks(items, ranks, tolerance) if rows else []):
                 shares[rank].extend(_as_groups([rows[index] for index in indices]))
     return shares
 

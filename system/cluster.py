@@ -22,8 +22,8 @@ from system import ray_session
 from system.control import start_control
 from system.core.errors import WorkerLost
 from system.logs import LOG_FOLDER_VARIABLE, QUIET_ENVIRONMENT, ROLE_VARIABLE
-from system.parts import LearnerPart, learner_plan, ledger_limits, probe_limit, probe_tokens
-from system.recipe import Plan, Recipe
+from system.parts import LearnerPart, PairSupply, learner_plan, ledger_limits, probe_limit, probe_tokens
+from system.recipe import Plan, Recipe, reference_settings
 from system.run import Parts
 from system.run_folder import RunFolder, RunRecord
 from system.stream import StreamClient
@@ -103,13 +103,14 @@ async def open_parts(recipe: Recipe, plan: Plan, folder: RunFolder, record: RunR
             ],
         )
         opened.push_async_callback(pool.close)
-        _, workers = await _together(
-            pool.start(), _start_rollouts(recipe, plan, folder, record, stream, scorer, opened)
+        _, (workers, reference) = await _together(
+            pool.start(), _start_rollouts(recipe, plan, folder, record, stream, scorer)
         )
 
         rollouts = ClusterRollouts(workers, stream)
         opened.push_async_callback(rollouts.close)
-        learner = LearnerPart(pool, plan.placement.sync_backend, await _sender_address(pool, workers))
+        pairs = await PairSupply.open(plan, reference)
+        learner = LearnerPart(pool, plan.placement.sync_backend, await _sender_address(pool, workers), pairs)
         sync = WeightSync(
             learner, workers, deadline_s=recipe.sync.deadline_s, bucket_bytes=recipe.sync.bucket_bytes,
             probe_tokens=probe_tokens(recipe, prompts), limit=probe_limit(recipe, record),
@@ -120,8 +121,7 @@ async def open_parts(recipe: Recipe, plan: Plan, folder: RunFolder, record: RunR
 
 async def _start_rollouts(
     recipe: Recipe, plan: Plan, folder: RunFolder, record: RunRecord, stream: StreamClient, scorer: Any,
-    opened: contextlib.AsyncExitStack,
-) -> list[RolloutClient]:  # fmt: skip
+) -> tuple[list[RolloutClient], ReferenceClient | None]:  # fmt: skip
     """Engines start while the reference model loads; a worker gets the reference client before it serves."""
     actors: list[Any] = []
     if plan.needs_reference:
@@ -130,7 +130,7 @@ async def _start_rollouts(
             _options(folder, f"reference-{index}", plan.placement.reference_gpus_each)
             for index in range(recipe.reference.workers)
         ]
-        actors = await start_reference_actors(recipe.model, settings, recipe.rollout.temperature, options)
+        actors = await start_reference_actors(reference_settings(recipe), settings, recipe.rollout.temperature, options)
     reference = ReferenceFactory(tuple(actors), recipe.reference.deadline_s) if actors else None
     workers = []
     for index in range(recipe.rollout.workers):
@@ -142,7 +142,7 @@ async def _start_rollouts(
         options_of = _options(folder, worker_plan.name, plan.placement.rollout_gpus_each)
         workers.append(create_rollout_actor(worker_plan, **options_of))
     await _together(*(worker.start(recipe.rollout.start_deadline_s) for worker in workers))
-    return workers
+    return workers, None if reference is None else reference()
 
 
 @dataclass(frozen=True)

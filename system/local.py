@@ -17,8 +17,8 @@ from reward_service.scorer import build_scorer
 from rollout_workers.engine import LocalEngine
 from rollout_workers.worker import RolloutWorker
 from system.core.clock import RealClock
-from system.parts import LearnerPart, learner_plan, ledger_limits, probe_limit, probe_tokens
-from system.recipe import Plan, Recipe
+from system.parts import LearnerPart, PairSupply, learner_plan, ledger_limits, probe_limit, probe_tokens
+from system.recipe import Plan, Recipe, reference_settings
 from system.run import Parts
 from system.run_folder import RunFolder, RunRecord
 from system.stream import StreamCore
@@ -65,7 +65,7 @@ async def open_parts(recipe: Recipe, plan: Plan, folder: RunFolder, record: RunR
         reference = None
         if plan.needs_reference:
             settings = recipe.reference.model_copy(update={"threads": plan.placement.reference_threads})
-            reference = ReferenceWorker(recipe.model, settings, recipe.rollout.temperature)
+            reference = ReferenceWorker(reference_settings(recipe), settings, recipe.rollout.temperature)
             await reference.start()
             opened.push_async_callback(reference.close)
 
@@ -80,7 +80,7 @@ async def open_parts(recipe: Recipe, plan: Plan, folder: RunFolder, record: RunR
         running = asyncio.create_task(worker.run(), name="rollout worker")
         opened.push_async_callback(_stop, worker, running)
 
-        learner = LearnerPart(pool, "inline", "127.0.0.1")
+        learner = LearnerPart(pool, "inline", "127.0.0.1", await PairSupply.open(plan, reference))
         sync = WeightSync(
             learner, [worker], deadline_s=recipe.sync.deadline_s, bucket_bytes=recipe.sync.bucket_bytes,
             probe_tokens=probe_tokens(recipe, prompts), limit=probe_limit(recipe, record),

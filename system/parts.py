@@ -6,16 +6,19 @@ and factories carry one room's behaviour into another's process.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from learner.pool import LearnerPool
 from learner.rank import LearnerPlan, StepReport
-from system.core.protocols import Prompt
+from system.core.protocols import Prompt, Reference, TokenRow
 from system.core.records import Group
 from system.core.weights.wire import Endpoint, Manifest
 from system.ledger_facts import LedgerLimits
+from system.prompts.pairs import OfflinePairs
 from system.recipe import Plan, Recipe, build_objective_of
 from system.run_folder import RunRecord
 from system.sync import ProbeLimit
@@ -27,13 +30,16 @@ LEARNER_FOLDER, MODEL_FOLDER = "learner", "hf"
 class LearnerPart:
     """The learner pool as the loop (``step``, ``save``, ``load``) and the weight sync see it."""
 
-    def __init__(self, pool: LearnerPool, backend: str, address: str) -> None:
+    def __init__(self, pool: LearnerPool, backend: str, address: str, pairs: PairSupply | None = None) -> None:
         self.pool = pool
+        self._pairs = pairs
         self._backend: Any = backend
         self._address = address
 
     async def step(self, groups: Sequence[bytes], step: int, version: int) -> StepReport:
-        return await self.pool.step([Group.from_bytes(payload) for payload in groups], step, version)
+        sampled = [Group.from_bytes(payload) for payload in groups]
+        paired = [] if self._pairs is None else await self._pairs.groups(step)
+        return await self.pool.step(sampled + paired, step, version)
 
     async def save(self, folder: Path) -> None:
         """All that a resume needs, and the policy as a plain Hugging Face folder."""
@@ -60,6 +66,33 @@ class LearnerPart:
 
     async def probe(self, tokens: Sequence[int]) -> list[float]:
         return await self.pool.probe(tokens)
+
+
+class PairSupply:
+    """The offline pairs of each step, with their reference log-probs where there is a reference."""
+
+    def __init__(self, pairs: OfflinePairs, pairs_per_step: int, reference: Reference | None) -> None:
+        self._pairs = pairs
+        self._pairs_per_step = pairs_per_step
+        self._reference = reference
+
+    @staticmethod
+    async def open(plan: Plan, reference: Reference | None) -> PairSupply | None:
+        """None where the objective takes no pairs."""
+        if plan.pairs is None:
+            return None
+        return PairSupply(await asyncio.to_thread(plan.pairs), plan.pairs.pairs_per_step, reference)
+
+    async def groups(self, step: int) -> list[Group]:
+        """The same for the same step, also after a return to a checkpoint."""
+        first = step * self._pairs_per_step
+        positions = range(first, first + self._pairs_per_step)
+        groups = await asyncio.to_thread(lambda: [self._pairs.group(position) for position in positions])
+        if self._reference is None:
+            return groups
+        asked = [TokenRow(row.prompt_tokens, row.completion_tokens) for group in groups for row in group.rows]
+        logprobs = iter(await self._reference.logprobs(asked))
+        return [Group(tuple(replace(row, reference_logprobs=next(logprobs)) for row in group.rows)) for group in groups]
 
 
 def learner_plan(recipe: Recipe, plan: Plan) -> LearnerPlan:

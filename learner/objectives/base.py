@@ -26,10 +26,11 @@ from learner.advantages import (
     takes_part,
     trajectory_lengths,
 )
-from learner.corrections import RULES, Drift, correct
-from learner.kl import LOG_RATIO_LIMIT, bounded_exp, clamped_tokens, kl_estimate, kl_k3, reward_kl
+from learner.corrections import RULES, Correction, Drift, correct
+from learner.kl import LOG_RATIO_LIMIT, bounded_exp, k3_values, kl_estimate, reward_kl
 from learner.objectives.batch import ObjectiveBatch
 from learner.objectives.inputs import LossInputs
+from learner.objectives.masking import Mask
 from learner.objectives.metrics import MetricCollector, MetricSums
 from learner.objectives.settings import Aggregation, ObjectiveSettings, TokenSettings
 from system.core.errors import ConfigError
@@ -79,6 +80,8 @@ class Objective(ABC, Generic[OptionsT]):
     does with ``lone_responses: drop``."""
     needs_rewards: bool = True
     """False where ``advantages`` is overridden to do without them; null rewards leave the loss either way."""
+    needs_teacher: ClassVar[bool] = False
+    """Whether the reference must be another model than the policy at its start."""
     takes_pairs: ClassVar[bool] = False
     """Whether it learns from offline pairs (``LossInputs.pairs``) beside the run's own groups."""
 
@@ -186,12 +189,11 @@ class Objective(ABC, Generic[OptionsT]):
                     kl_estimate(self.settings.kl_estimator, inputs.reference_log_ratio(), inputs.ratio),
                     *self.kl_aggregation,
                 )
-            coefficients = torch.zeros_like(inputs.logprobs, requires_grad=False)
+            coefficients = None
             if loss.requires_grad:
-                (gradient,) = torch.autograd.grad(loss, inputs.logprobs, allow_unused=True)
-                if gradient is not None:
-                    trained = inputs.mask if inputs.pairs is None else inputs.mask | inputs.pairs.mask
-                    coefficients = torch.where(trained, gradient, coefficients)
+                (coefficients,) = torch.autograd.grad(loss, inputs.leaf, allow_unused=True)
+            if coefficients is None:
+                coefficients = torch.zeros_like(inputs.leaf, requires_grad=False)
         with torch.no_grad():
             collector = MetricCollector()
             collector.total("loss", loss)
@@ -212,11 +214,8 @@ class Objective(ABC, Generic[OptionsT]):
         self._require(batch)
         device, dtype = batch.logprobs.device, _float_dtype(batch.logprobs)
 
-        def clean(values: Tensor | None, mask: Tensor) -> Tensor | None:
-            if values is None:
-                return None
-            numbers = values.detach().to(device, dtype)
-            return torch.where(mask, numbers, torch.zeros_like(numbers))
+        def given(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values.detach().to(device, dtype)
 
         written = batch.mask.to(device)
         plan: StepPlan | None = None
@@ -238,53 +237,64 @@ class Objective(ABC, Generic[OptionsT]):
         part = ~advantages.isnan()
         if batch.rewards is not None:
             part = part & batch.rewards.to(device).isfinite()
-        trained = written & part[:, None]
         offline = torch.zeros_like(part) if batch.offline is None else batch.offline.to(device)
-        mask = trained & ~offline[:, None]
+        trained = Mask(written & part[:, None])
+        tokens = trained if batch.offline is None else Mask(trained.where & ~offline[:, None])
 
-        leaf = clean(batch.logprobs, trained)
+        leaf, old, rollout = given(batch.logprobs), given(batch.old_logprobs), given(batch.rollout_logprobs)
         assert leaf is not None
         assert batch.trajectory_ids is not None
-        old_logprobs = clean(batch.old_logprobs, trained)
-        rollout = clean(batch.rollout_logprobs, mask)
-        current = leaf.clone() if old_logprobs is None else old_logprobs
+        leaf = (leaf.clone() if leaf.is_inference() else leaf).requires_grad_()
         if self.settings.correction == "bypass" and rollout is not None:
-            current = rollout
-        numbers = torch.where(part, advantages, torch.zeros_like(advantages))[:, None]
-        group_ids, trajectory_ids = batch.group_ids.to(device), batch.trajectory_ids.to(device)
-        correction = None
-        if self.settings.correction in RULES and rollout is not None:
-            drift = Drift(current - rollout, leaf - rollout, mask, numbers, group_ids, trajectory_ids)
-            options = self.settings
-            correction = correct(
-                options.correction,
-                drift,
-                options.correction_low,
-                options.correction_high,
-                drop_lone=options.lone_responses == "drop",
-            )
-        counted = correction.kept & mask if correction and self.settings.denominator == "survivors" else mask
-        leaf.requires_grad_()
+            old = rollout
         inputs = LossInputs(
-            logprobs=leaf,
-            old=current,
-            reference=clean(batch.reference_logprobs, trained),
-            rollout=rollout,
-            mask=mask,
-            counted=counted,
-            advantages=numbers,
+            leaf=leaf,
+            given_old=old,
+            given_reference=given(batch.reference_logprobs),
+            given_rollout=rollout,
+            trained=trained,
+            tokens=tokens,
+            counted=tokens,
+            advantages=torch.where(part, advantages, torch.zeros_like(advantages))[:, None],
             rewards=None if batch.rewards is None else batch.rewards.to(device, dtype),
-            group_ids=group_ids,
-            trajectory_ids=trajectory_ids,
+            group_ids=batch.group_ids.to(device),
+            trajectory_ids=batch.trajectory_ids.to(device),
             lengths=None if batch.lengths is None else batch.lengths.to(device),
-            denominators=batch.denominators or _count(torch.where(offline[:, None], trained, counted), batch),
+            denominators=batch.denominators or Denominators(0, 0, 0, 0),
+            correction=None,
+        )
+        correction = self._correct(inputs)
+        counted = tokens
+        if correction is not None and self.settings.denominator == "survivors":
+            counted = Mask(correction.kept & tokens.where)
+        inputs = replace(
+            inputs,
+            counted=counted,
             correction=correction,
+            denominators=batch.denominators
+            or _count(torch.where(offline[:, None], trained.where, counted.where), batch),
         )
         if batch.offline is None:
             return inputs, plan
-        paired = trained & offline[:, None]
-        pairs = replace(inputs, mask=paired, counted=paired, correction=None)
-        return replace(inputs, pairs=pairs), plan
+        paired = Mask(trained.where & offline[:, None])
+        return replace(inputs, pairs=replace(inputs, tokens=paired, counted=paired, correction=None)), plan
+
+    @torch.no_grad()
+    def _correct(self, inputs: LossInputs) -> Correction | None:
+        options, sampler = self.settings, inputs.given_rollout
+        if options.correction not in RULES or sampler is None:
+            return None
+        leaf = inputs.leaf.detach()
+        drift = Drift(
+            inputs.tokens.difference(leaf if inputs.given_old is None else inputs.given_old, sampler),
+            inputs.tokens.difference(leaf, sampler),
+            inputs.mask,
+            inputs.advantages,
+            inputs.group_ids,
+            inputs.trajectory_ids,
+        )
+        drop_lone = options.lone_responses == "drop"
+        return correct(options.correction, drift, options.correction_low, options.correction_high, drop_lone)
 
     def _require(self, batch: ObjectiveBatch) -> None:
         needed = set(self.needs)
@@ -368,24 +378,39 @@ def _measure_ratios(inputs: LossInputs, metrics: MetricCollector) -> None:
     ratio_mean and ess compare the current policy with whoever sampled: the engine where its log-probs are known,
     else the policy at the start of the pass. The latter's drift is update_log_ratio_*.
     """
-    mask, logprobs = inputs.mask, inputs.logprobs.detach()
-    drift = (logprobs - inputs.old).abs()
-    metrics.mean("update_log_ratio_abs_mean", drift, mask)
-    metrics.maximum("update_log_ratio_abs_max", drift, mask)
-    sampler_log_ratio = logprobs - (inputs.old if inputs.rollout is None else inputs.rollout)
-    weights = bounded_exp(sampler_log_ratio)
-    metrics.mean("ratio_mean", weights, mask)
-    metrics.effective_share("ess", weights, mask)
-    metrics.mean("log_ratio_abs_mean", sampler_log_ratio.abs(), mask)
-    metrics.maximum("log_ratio_abs_max", sampler_log_ratio.abs(), mask)
-    metrics.total("ratio_clamped", (sampler_log_ratio.abs() > LOG_RATIO_LIMIT) & mask)
-    if inputs.reference is not None:
-        delta = logprobs - inputs.reference
-        metrics.mean("kl_reference", kl_k3(delta), mask)
-        metrics.total("kl_clamped", clamped_tokens(delta, mask))
+    tokens, drift = inputs.tokens, inputs.log_ratio.detach()
+    _measure_size("update_log_ratio_abs", drift, tokens, metrics)
+    if inputs.given_rollout is not None:
+        drift = tokens.difference(inputs.leaf.detach(), inputs.given_rollout)
+    largest = _measure_size("log_ratio_abs", drift, tokens, metrics)
+    metrics.total("ratio_clamped", _count_beyond(drift, largest, tokens))
+    weights = tokens.keep_(bounded_exp(drift))
+    metrics.mean_of("ratio_mean", weights.sum(dim=1), tokens.total)
+    metrics.effective_share_of("ess", weights, tokens.total)
+    if inputs.given_reference is not None:
+        delta = inputs.reference_log_ratio().detach()
+        largest = _measure_size("reference_log_ratio_abs", delta, tokens, metrics)
+        metrics.mean("kl_reference", k3_values(delta), tokens)
+        metrics.total("kl_clamped", _count_beyond(delta, largest, tokens))
     if inputs.correction is not None:
-        metrics.mean("correction_truncated_share", inputs.correction.truncated, mask)
-        metrics.mean("correction_masked_share", ~inputs.correction.kept, mask)
-        applied = inputs.correction.weights.expand_as(mask)
-        metrics.mean("correction_weight_mean", applied, mask)
-        metrics.effective_share("correction_ess", applied, mask)
+        metrics.mean("correction_truncated_share", inputs.correction.truncated, tokens)
+        metrics.mean("correction_masked_share", ~inputs.correction.kept, tokens)
+        weights = inputs.correction.weights.expand(inputs.mask.shape)
+        metrics.mean("correction_weight_mean", weights, tokens)
+        metrics.effective_share("correction_ess", weights, tokens)
+
+
+def _measure_size(name: str, log_ratio: Tensor, tokens: Mask, metrics: MetricCollector) -> Tensor:
+    """Mean and maximum of |log_ratio|, which is 0 outside the mask; returns the maximum."""
+    size = log_ratio.abs()
+    largest = size.amax() if size.numel() else size.sum()
+    metrics.mean_of(f"{name}_mean", size.sum(dim=1), tokens.total)
+    metrics.maximum_of(f"{name}_max", largest)
+    return largest
+
+
+def _count_beyond(log_ratio: Tensor, largest: Tensor, tokens: Mask) -> Tensor:
+    """How many log-ratios are clamped; as a rule none, which the largest one shows."""
+    if float(largest) <= LOG_RATIO_LIMIT:
+        return torch.zeros((), device=log_ratio.device)
+    return ((log_ratio.abs() > LOG_RATIO_LIMIT) & tokens.where).sum()

@@ -1,7 +1,8 @@
 """What an objective's formula sees: clean tensors, and the sums of which formulas are made.
 
-Everything outside the mask is 0, and rows that take no part are masked, so a formula may sum freely. ``logprobs`` is
-the only tensor that carries a gradient. Made by ``Objective.__call__`` for each batch.
+Everything outside the mask is 0, and rows that take no part are masked, so a formula may sum freely. ``logprobs`` and
+what comes of it (``log_ratio``, ``ratio``) are all that carries a gradient. What a formula does not read is never
+computed. Made by ``Objective.__call__`` for each batch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from learner.advantages import Denominators
 from learner.corrections import Correction
 from learner.kl import bounded_exp
+from learner.objectives.masking import Mask
 from learner.objectives.settings import Aggregation
 
 
@@ -50,16 +52,18 @@ class Trajectories:
 class LossInputs:
     """One batch, ready for a formula."""
 
-    logprobs: Tensor
-    """[rows, T], the leaf that is differentiated."""
-    old: Tensor
-    """[rows, T], detached; equal to ``logprobs`` when the batch has none."""
-    reference: Tensor | None
-    rollout: Tensor | None
-    mask: Tensor
-    """[rows, T] bool, trained tokens of rows that take part."""
-    counted: Tensor
-    """[rows, T] bool, tokens in the denominators: ``mask``, or what the correction keeps of it."""
+    leaf: Tensor
+    """[rows, T] log-probs as given, which the loss is differentiated by; formulas read ``logprobs``."""
+    given_old: Tensor | None
+    """[rows, T] as given, like the next two; formulas read ``old``, ``reference`` and ``rollout``."""
+    given_reference: Tensor | None
+    given_rollout: Tensor | None
+    trained: Mask
+    """Trained tokens of rows that take part, those of offline pairs among them."""
+    tokens: Mask
+    """``trained`` without those of offline pairs."""
+    counted: Mask
+    """[rows, T] bool, tokens in the denominators: those under the mask, or what the correction keeps of them."""
     advantages: Tensor
     """[rows, 1]; 0 for rows that take no part."""
     rewards: Tensor | None
@@ -73,10 +77,40 @@ class LossInputs:
     pairs: LossInputs | None = None
     """The rows of offline pairs, which the other fields leave out; advantages +1 (chosen) and -1 (rejected)."""
 
+    @property
+    def mask(self) -> Tensor:
+        """[rows, T] bool, trained tokens that the policy sampled, of rows that take part."""
+        return self.tokens.where
+
+    @cached_property
+    def logprobs(self) -> Tensor:
+        """[rows, T] log pi, with its gradient."""
+        return self.trained.keep(self.leaf)
+
+    @cached_property
+    def old(self) -> Tensor:
+        """[rows, T] log pi_old, detached; the current policy when the batch has none."""
+        return self.trained.keep(self.leaf.detach() if self.given_old is None else self.given_old)
+
+    @cached_property
+    def reference(self) -> Tensor | None:
+        """[rows, T] log pi_ref."""
+        return None if self.given_reference is None else self.trained.keep(self.given_reference)
+
+    @cached_property
+    def rollout(self) -> Tensor | None:
+        """[rows, T] log pi_mu, of the engine that sampled."""
+        return None if self.given_rollout is None else self.tokens.keep(self.given_rollout)
+
+    @cached_property
+    def log_ratio(self) -> Tensor:
+        """[rows, T] log pi - log pi_old with its gradient."""
+        return self.trained.difference(self.leaf, self.leaf.detach() if self.given_old is None else self.given_old)
+
     @cached_property
     def ratio(self) -> Tensor:
         """[rows, T] pi / pi_old with its gradient, log-ratio clamped to +-20."""
-        return bounded_exp(self.logprobs - self.old)
+        return bounded_exp(self.log_ratio)
 
     @property
     def required_reference(self) -> Tensor:
@@ -85,9 +119,15 @@ class LossInputs:
             raise ValueError("this objective needs reference_logprobs; hand them in")
         return self.reference
 
+    @cached_property
+    def _reference_log_ratio(self) -> Tensor:
+        if self.given_reference is None:
+            raise ValueError("this objective needs reference_logprobs; hand them in")
+        return self.trained.difference(self.leaf, self.given_reference)
+
     def reference_log_ratio(self) -> Tensor:
-        """[rows, T] log pi - log pi_ref."""
-        return self.logprobs - self.required_reference
+        """[rows, T] log pi - log pi_ref with its gradient."""
+        return self._reference_log_ratio
 
     @cached_property
     def gradient_weighted(self) -> Tensor:
@@ -121,7 +161,7 @@ class LossInputs:
         """[trajectories] bool, of which the correction keeps at least one token."""
         if self.correction is None:
             return torch.ones_like(self.trajectories.advantages, dtype=torch.bool)
-        return self.trajectory_sum(self.correction.kept.to(self.logprobs.dtype)) > 0
+        return self.trajectory_sum(self.correction.kept.to(self.leaf.dtype)) > 0
 
     def aggregate(self, per_token: Tensor, how: Aggregation, max_tokens: int | None = None) -> Tensor:
         """[rows, T] -> scalar, this batch's share of the mean over the whole update (OBJECTIVES 0.2).
@@ -129,12 +169,12 @@ class LossInputs:
         Raises:
             ValueError: sequence_sum_norm without max_tokens.
         """
-        losses = torch.where(self.mask, per_token, torch.zeros_like(per_token))
+        losses = self.tokens.row_sums(per_token)
         if how == "token_mean":
             return losses.sum() / max(self.denominators.tokens, 1)
         completions = max(self.denominators.completions, 1)
         if how == "sequence_mean_token_mean":
-            return (losses.sum(dim=1) / self.counted.sum(dim=1).clamp(min=1)).sum() / completions
+            return (losses / self.counted.counts.clamp(min=1)).sum() / completions
         if how == "sequence_sum":
             return losses.sum() / completions
         if max_tokens is None:
@@ -143,7 +183,7 @@ class LossInputs:
 
     @cached_property
     def trajectories(self) -> Trajectories:
-        part = self.mask.any(dim=1)
+        part = self.tokens.counts > 0
         keys = torch.stack([self.group_ids[part], self.trajectory_ids[part]], dim=1)
         unique, of_part = torch.unique(keys, dim=0, return_inverse=True)
         index = torch.full_like(self.group_ids, -1)
@@ -158,11 +198,16 @@ class LossInputs:
         here = torch.bincount(groups, minlength=len(group_ids)).tolist()
         known = self.denominators.group_sizes
         sizes = [known.get(group_id, count) for group_id, count in zip(group_ids.tolist(), here, strict=True)]
-        return self.logprobs.new_tensor(sizes)
+        return self.leaf.new_tensor(sizes)
 
     def trajectory_sum(self, per_token: Tensor) -> Tensor:
         """[rows, T] -> [trajectories], sum over the trained tokens of all rows of each."""
-        return self._over_rows(torch.where(self.mask, per_token, torch.zeros_like(per_token)).sum(dim=1))
+        return self._over_rows(self.tokens.row_sums(per_token))
+
+    @cached_property
+    def trajectory_tokens(self) -> Tensor:
+        """[trajectories] trained tokens of each, as floats."""
+        return self._over_rows(self.tokens.counts.to(self.leaf.dtype))
 
     def of_trajectory(self, per_trajectory: Tensor) -> Tensor:
         """[trajectories] -> [rows, 1], each row that of its trajectory; 0 on rows that take no part."""

@@ -37,6 +37,7 @@ class Opd(TokenObjective[OpdSettings]):
     """
 
     name = "opd"
+    needs_teacher = True
     Options: ClassVar[type[ObjectiveSettings]] = OpdSettings
 
     def __init__(self, settings: OpdSettings) -> None:

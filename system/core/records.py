@@ -133,6 +133,11 @@ class Row:
         return len(self.completion_tokens)
 
     @property
+    def offline(self) -> bool:
+        """Whether it belongs to an offline pair, whose ids are below 0; everything else was sampled by the run."""
+        return self.group_id < 0
+
+    @property
     def oldest_version(self) -> int:
         return int(self.versions.min())
 
