@@ -128,8 +128,9 @@ class Gift(GroupRegression[GiftSettings]):
 
     L = mean over trajectories of (A_i - beta (D_i - mean D) / (max(std D, std_floor) + eps))^2,
     D_i = sum_t m (lp - lp_anchor), A_i = (R_i - mean R) / (std R + eps); statistics over the group, with ddof.
-    Groups of equal rewards have no gradient and stay in the denominator. Source: 2510.23868 and its authors' code; the
-    floor and the default anchor are explained in OBJECTIVES 3.4.
+    Groups of equal rewards have no gradient and stay in the denominator. Without the
+    floor the first gradient after a rollout is of size 1 / eps, and anchored at the reference the loss is 0 at any tiny
+    spread. Source: 2510.23868 and its authors' code.
     """
 
     name = "gift"
