@@ -378,7 +378,8 @@ def _measure_ratios(inputs: LossInputs, metrics: MetricCollector) -> None:
     ratio_mean and ess compare the current policy with whoever sampled: the engine where its log-probs are known,
     else the policy at the start of the pass. The latter's drift is update_log_ratio_*.
     """
-    tokens, drift = inputs.tokens, inputs.log_ratio.detach()
+    tokens = inputs.tokens
+    drift = _sampled(inputs.log_ratio, inputs)
     _measure_size("update_log_ratio_abs", drift, tokens, metrics)
     if inputs.given_rollout is not None:
         drift = tokens.difference(inputs.leaf.detach(), inputs.given_rollout)
@@ -388,7 +389,7 @@ def _measure_ratios(inputs: LossInputs, metrics: MetricCollector) -> None:
     metrics.mean_of("ratio_mean", weights.sum(dim=1), tokens.total)
     metrics.effective_share_of("ess", weights, tokens.total)
     if inputs.given_reference is not None:
-        delta = inputs.reference_log_ratio().detach()
+        delta = _sampled(inputs.reference_log_ratio(), inputs)
         largest = _measure_size("reference_log_ratio_abs", delta, tokens, metrics)
         metrics.mean("kl_reference", k3_values(delta), tokens)
         metrics.total("kl_clamped", _count_beyond(delta, largest, tokens))
@@ -398,6 +399,11 @@ def _measure_ratios(inputs: LossInputs, metrics: MetricCollector) -> None:
         weights = inputs.correction.weights.expand(inputs.mask.shape)
         metrics.mean("correction_weight_mean", weights, tokens)
         metrics.effective_share("correction_ess", weights, tokens)
+
+
+def _sampled(values: Tensor, inputs: LossInputs) -> Tensor:
+    """[rows, T] without those of offline pairs, detached."""
+    return values.detach() if inputs.pairs is None else inputs.tokens.keep(values.detach())
 
 
 def _measure_size(name: str, log_ratio: Tensor, tokens: Mask, metrics: MetricCollector) -> Tensor:
