@@ -37,6 +37,12 @@ def kl_k3(delta: Tensor) -> Tensor:
     return torch.exp(exponent) - 1.0 + delta
 
 
+@torch.no_grad()
+def k3_values(delta: Tensor) -> Tensor:
+    """``kl_k3`` for a metric, in fewer passes over memory."""
+    return delta.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).neg_().exp_().sub_(1.0).add_(delta)
+
+
 def kl_estimate(estimator: KlEstimator, delta: Tensor, ratio: Tensor) -> Tensor:
     """The estimator's value per token.
 
@@ -51,11 +57,6 @@ def kl_estimate(estimator: KlEstimator, delta: Tensor, ratio: Tensor) -> Tensor:
     if estimator == "k3":
         return kl_k3(delta)
     return ratio * kl_k3(delta)
-
-
-def clamped_tokens(delta: Tensor, mask: Tensor) -> Tensor:
-    """How many unmasked tokens have a log-ratio outside +-20."""
-    return ((delta.abs() > LOG_RATIO_LIMIT) & mask).sum()
 
 
 def reward_kl(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from learner.objectives.base import Objective
-from learner.objectives.grpo import clip_ratio, clipped_surrogate
+from learner.objectives.grpo import clipped_surrogate, within_clip
 from learner.objectives.inputs import LossInputs
 from learner.objectives.metrics import MetricCollector
 from learner.objectives.settings import TOKEN_CORRECTIONS, ClipWidth, ObjectiveSettings
@@ -52,21 +52,21 @@ class Gspo(Objective[GspoSettings]):
     Options: ClassVar[type[ObjectiveSettings]] = GspoSettings
 
     def loss(self, inputs: LossInputs) -> Tensor:
-        options = self.settings
+        options, advantages = self.settings, inputs.trajectories.advantages
         losses = clipped_surrogate(
-            _sequence_ratio(inputs), inputs.trajectories.advantages, options.clip_low, options.clip_high
+            _mean_log_ratio(inputs), advantages, options.clip_low, options.clip_high, limit=LOG_RATIO_CEILING
         )
         return inputs.corrected_trajectories(losses).sum() / max(inputs.denominators.trajectories, 1)
 
     def measure(self, inputs: LossInputs, metrics: MetricCollector) -> None:
         """Share of trajectories whose gradient the clip takes away."""
-        ratio, advantages = _sequence_ratio(inputs).detach(), inputs.trajectories.advantages
-        beyond = ratio - clip_ratio(ratio, self.settings.clip_low, self.settings.clip_high)
-        metrics.mean("clip_share", beyond * advantages > 0, torch.ones_like(ratio, dtype=torch.bool))
+        options, log_ratio = self.settings, _mean_log_ratio(inputs).detach()
+        inside = within_clip(
+            log_ratio, inputs.trajectories.advantages, options.clip_low, options.clip_high, limit=LOG_RATIO_CEILING
+        )
+        metrics.mean("clip_share", inside == 0, torch.ones_like(inside, dtype=torch.bool))
 
 
-def _sequence_ratio(inputs: LossInputs) -> Tensor:
-    """[trajectories] geometric mean of pi / pi_old."""
-    tokens = inputs.trajectory_sum(inputs.mask.to(inputs.logprobs.dtype))
-    mean = inputs.trajectory_sum(inputs.logprobs - inputs.old) / tokens.clamp(min=1.0)
-    return torch.exp(mean.clamp(-20.0, LOG_RATIO_CEILING))
+def _mean_log_ratio(inputs: LossInputs) -> Tensor:
+    """[trajectories] log s, the mean log-ratio of a trajectory's tokens."""
+    return inputs.trajectory_sum(inputs.log_ratio) / inputs.trajectory_tokens

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from learner.advantages import StepRows
 from learner.objectives.base import LogprobKind, TokenObjective, Unit
-from learner.objectives.grpo import clip_ratio, clipped_surrogate
+from learner.objectives.grpo import clipped_surrogate, within_clip
 from learner.objectives.inputs import LossInputs
 from learner.objectives.metrics import MetricCollector
 from learner.objectives.settings import ClippedSettings, ClipWidth, ObjectiveSettings
@@ -33,7 +33,7 @@ class Opd(TokenObjective[OpdSettings]):
 
     L = token mean of -rho a, a_it = lp_teacher - lp_old (detached) + reward_weight A_i, rho = exp(lp - lp_old), with
     PPO's clip as an option. At level: sequence a_it is the sum over the completion. Learns from every completion, also
-    of groups of equal rewards. Source: OBJECTIVES 4.7.
+    of groups of equal rewards. Source: on-policy distillation with the reverse KL (GKD, 2306.13649).
     """
 
     name = "opd"
@@ -70,15 +70,24 @@ class Opd(TokenObjective[OpdSettings]):
     def token_loss(self, inputs: LossInputs) -> Tensor:
         options = self.settings
         return clipped_surrogate(
-            inputs.ratio, self._advantages(inputs), options.clip_low, options.clip_high, options.dual_clip
+            inputs.log_ratio, self._advantages(inputs), options.clip_low, options.clip_high, options.dual_clip
         )
 
     def measure(self, inputs: LossInputs, metrics: MetricCollector) -> None:
         """Nats per token that the policy of the start is away from its teacher, and what the clip takes away."""
-        ratio = inputs.ratio.detach()
-        beyond = ratio - clip_ratio(ratio, self.settings.clip_low, self.settings.clip_high)
-        metrics.mean("teacher_kl", inputs.old - inputs.required_reference, inputs.mask)
-        metrics.mean("clip_share", beyond * self._advantages(inputs) > 0, inputs.mask)
+        options = self.settings
+        teacher = inputs.old - inputs.required_reference
+        metrics.mean_of("teacher_kl", teacher.sum(dim=1), inputs.tokens.total)
+        if options.clip_low is None and options.clip_high is None and options.dual_clip is None:
+            return
+        inside = within_clip(
+            inputs.log_ratio.detach(),
+            self._advantages(inputs),
+            options.clip_low,
+            options.clip_high,
+            options.dual_clip,
+        )
+        metrics.mean("clip_share", inside == 0, inputs.tokens)
 
     def _advantages(self, inputs: LossInputs) -> Tensor:
         """[rows, T]."""
