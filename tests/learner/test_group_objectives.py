@@ -14,6 +14,21 @@ from tests.learner.objective_cases import VECTORS, fixture_batch, rows_of
 PRECISIONS = pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
 PAPER = {"anchor": "reference", "std_floor": 0.0}
 ALL = ("gift", "gvpo", "online_dpo", "ipo")
+DEFAULTS = {
+    "f_grpo": {
+        "advantage": "group_zscore", "level": "sequence", "divergence": "pearson", "beta": 0.1, "kappa": None,
+        "gamma": 0.0, "weights": "none",
+    },
+    "f_hal": {"lambda_offline": 0.5, "divergence": "pearson", "beta": 0.1},
+    "gift": {"advantage": "group_zscore", "beta": 1.0, "anchor": "old", "statistics": "detached", "std_floor": 0.5},
+    "gvpo": {"advantage": "group_mean", "beta": 0.1, "anchor": "old"},
+    "online_dpo": {"beta": 0.1},
+    "ipo": {"beta": 0.1},
+    "opd": {
+        "aggregation": "token_mean", "clip_low": None, "clip_high": None, "dual_clip": None, "level": "token",
+        "reward_weight": 0.0,
+    },
+}  # fmt: skip
 
 
 @PRECISIONS
@@ -44,6 +59,14 @@ def test_loss_and_coefficients_are_the_published_ones(vector, name, options, dty
     rows = rows_of(result.coefficients, VECTORS[given["fixture"]]["inputs"]["new"])
     for row, values in zip(rows, expected["grad_logp"], strict=True):
         assert row == pytest.approx(values, abs=within, rel=within)
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults_are_those_of_the_contract(name):
+    common = {"ddof": 1, "eps": 1e-6, "zero_variance": "keep", "kl_coefficient": 0.0, "kl_estimator": "k3"}
+    common |= {"kl_where": "loss", "correction": "none", "denominator": "kept_all"}
+    settings = build_objective(name).settings.model_dump()
+    assert {key: settings[key] for key in common | DEFAULTS[name]} == common | DEFAULTS[name]
 
 
 def of_log_ratios(log_ratios: list[float], rewards: list[float | None], **changes) -> ObjectiveBatch:

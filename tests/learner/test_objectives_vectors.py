@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from learner.divergences import BUILT_IN
 from learner.kl import bounded_exp, kl_estimate
 from learner.objectives import ObjectiveBatch, build_objective
 from tests.learner.objective_cases import VECTORS, fixture_batch, rows_of
 
 UNIT = {"ddof": 0, "eps": 0.0, "dual_clip": None}
 ICEPOP = UNIT | {"correction": "icepop", "correction_low": 0.95, "correction_high": 1.05}
+
+
+def test_no_published_vector_is_left_untested():
+    tests = Path(__file__).parent.parent
+    text = "".join(path.read_text(encoding="utf-8") for path in tests.rglob("test_*.py"))
+    named = set(re.findall(r'"([A-Z]+-[A-Za-z0-9_.-]+)"', text))
+    of_divergences = {f"FD-{name}" for name in (*BUILT_IN, "pearson_exact", "hellinger_half")}
+    assert set(VECTORS) - named - of_divergences == {"FIX_A", "FIX_B"}
 
 
 def assert_matches(vector, result, lists):
