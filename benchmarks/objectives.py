@@ -60,6 +60,15 @@ def as_in_a_step(objective: AnyObjective, batch: ObjectiveBatch) -> ObjectiveBat
     )
 
 
+def del_large_tensor() -> None:
+    """Brings the allocator where a learner's model has brought it: memory of this size is kept and not asked for again.
+
+    (glibc hands what is freed back to the system, page by page, until a larger piece was freed once.)
+    """
+    del_me = torch.ones(30 * 2**20 // 4)
+    del del_me
+
+
 def seconds_of(work: Callable[[], Any]) -> float:
     began_s = time.perf_counter()
     work()
@@ -82,10 +91,11 @@ def measure(name: str, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="objectives; default: all")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=60)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    del_large_tensor()
     figures = {}
     print(f"{COMPLETIONS} completions of up to {TOKENS} tokens, float32, {arguments.threads} threads")
     print(f"{'objective':<14} {'x exp':>8} {'seconds':>9} {'one exp':>9}")

@@ -27,9 +27,9 @@ from learner.advantages import (
     trajectory_lengths,
 )
 from learner.corrections import RULES, Correction, Drift, correct
-from learner.kl import LOG_RATIO_LIMIT, bounded_exp, k3_values, kl_estimate, reward_kl
+from learner.kl import k3_values, kl_estimate, reward_kl
 from learner.objectives.batch import ObjectiveBatch
-from learner.objectives.inputs import LossInputs
+from learner.objectives.inputs import LossInputs, Size
 from learner.objectives.masking import Mask
 from learner.objectives.metrics import MetricCollector, MetricSums
 from learner.objectives.settings import Aggregation, ObjectiveSettings, TokenSettings
@@ -194,6 +194,7 @@ class Objective(ABC, Generic[OptionsT]):
                 (coefficients,) = torch.autograd.grad(loss, inputs.leaf, allow_unused=True)
             if coefficients is None:
                 coefficients = torch.zeros_like(inputs.leaf, requires_grad=False)
+            coefficients = inputs.trained.keep(coefficients)
         with torch.no_grad():
             collector = MetricCollector()
             collector.total("loss", loss)
@@ -324,8 +325,15 @@ class TokenObjective(Objective[TokenOptionsT]):
     def token_loss(self, inputs: LossInputs) -> Tensor:
         """[rows, T], before correction and aggregation; values outside the mask do not matter."""
 
+    def row_losses(self, inputs: LossInputs) -> Tensor:
+        """[rows] sums of the token losses under correction and mask.
+
+        An objective may override it with an equal form that takes fewer passes over memory.
+        """
+        return inputs.tokens.row_sums(inputs.corrected(self.token_loss(inputs)))
+
     def loss(self, inputs: LossInputs) -> Tensor:
-        return inputs.aggregate(inputs.corrected(self.token_loss(inputs)), *self.kl_aggregation)
+        return inputs.aggregate_rows(self.row_losses(inputs), *self.kl_aggregation)
 
     @property
     def kl_aggregation(self) -> tuple[Aggregation, int | None]:
@@ -378,21 +386,20 @@ def _measure_ratios(inputs: LossInputs, metrics: MetricCollector) -> None:
     ratio_mean and ess compare the current policy with whoever sampled: the engine where its log-probs are known,
     else the policy at the start of the pass. The latter's drift is update_log_ratio_*.
     """
-    tokens = inputs.tokens
-    drift = _sampled(inputs.log_ratio, inputs)
-    _measure_size("update_log_ratio_abs", drift, tokens, metrics)
-    if inputs.given_rollout is not None:
-        drift = tokens.difference(inputs.leaf.detach(), inputs.given_rollout)
-    largest = _measure_size("log_ratio_abs", drift, tokens, metrics)
-    metrics.total("ratio_clamped", _count_beyond(drift, largest, tokens))
-    weights = tokens.keep_(bounded_exp(drift))
-    metrics.mean_of("ratio_mean", weights.sum(dim=1), tokens.total)
-    metrics.effective_share_of("ess", weights, tokens.total)
+    tokens, rollout = inputs.tokens, inputs.given_rollout
+    _measure_size("update_log_ratio_abs", inputs.drift, tokens, metrics)
+    if rollout is not None:
+        log_ratio = tokens.difference(inputs.leaf.detach(), rollout)
+        size = Size.of(log_ratio)
+        _measure_weights(size.exp(log_ratio), size, log_ratio, tokens, metrics)
+    elif inputs.given_old is not None:
+        _measure_weights(inputs.ratio_values, inputs.drift, inputs.log_ratio, tokens, metrics)
     if inputs.given_reference is not None:
-        delta = _sampled(inputs.reference_log_ratio(), inputs)
-        largest = _measure_size("reference_log_ratio_abs", delta, tokens, metrics)
-        metrics.mean("kl_reference", k3_values(delta), tokens)
-        metrics.total("kl_clamped", _count_beyond(delta, largest, tokens))
+        log_ratio = _sampled(inputs.reference_log_ratio(), inputs)
+        size = Size.of(log_ratio)
+        _measure_size("reference_log_ratio_abs", size, tokens, metrics)
+        metrics.mean_of("kl_reference", k3_values(log_ratio).sum(dim=1), tokens.total)
+        metrics.total("kl_clamped", size.beyond(log_ratio))
     if inputs.correction is not None:
         metrics.mean("correction_truncated_share", inputs.correction.truncated, tokens)
         metrics.mean("correction_masked_share", ~inputs.correction.kept, tokens)
@@ -401,22 +408,21 @@ def _measure_ratios(inputs: LossInputs, metrics: MetricCollector) -> None:
         metrics.effective_share("correction_ess", weights, tokens)
 
 
-def _sampled(values: Tensor, inputs: LossInputs) -> Tensor:
+def _sampled(log_ratio: Tensor, inputs: LossInputs) -> Tensor:
     """[rows, T] without those of offline pairs, detached."""
-    return values.detach() if inputs.pairs is None else inputs.tokens.keep(values.detach())
+    return log_ratio.detach() if inputs.pairs is None else inputs.tokens.keep(log_ratio.detach())
 
 
-def _measure_size(name: str, log_ratio: Tensor, tokens: Mask, metrics: MetricCollector) -> Tensor:
-    """Mean and maximum of |log_ratio|, which is 0 outside the mask; returns the maximum."""
-    size = log_ratio.abs()
-    largest = size.amax() if size.numel() else size.sum()
-    metrics.mean_of(f"{name}_mean", size.sum(dim=1), tokens.total)
-    metrics.maximum_of(f"{name}_max", largest)
-    return largest
+def _measure_weights(weights: Tensor, size: Size, log_ratio: Tensor, tokens: Mask, metrics: MetricCollector) -> None:
+    """Of importance weights, which are 1 outside the mask."""
+    _measure_size("log_ratio_abs", size, tokens, metrics)
+    metrics.total("ratio_clamped", size.beyond(log_ratio))
+    beside = weights.shape[1] - tokens.counts
+    sums, squares = weights.sum(dim=1), torch.linalg.vector_norm(weights, dim=1).square()
+    metrics.mean_of("ratio_mean", sums - beside, tokens.total)
+    metrics.effective_share_of("ess", sums - beside, squares - beside, tokens.total)
 
 
-def _count_beyond(log_ratio: Tensor, largest: Tensor, tokens: Mask) -> Tensor:
-    """How many log-ratios are clamped; as a rule none, which the largest one shows."""
-    if float(largest) <= LOG_RATIO_LIMIT:
-        return torch.zeros((), device=log_ratio.device)
-    return ((log_ratio.abs() > LOG_RATIO_LIMIT) & tokens.where).sum()
+def _measure_size(name: str, size: Size, tokens: Mask, metrics: MetricCollector) -> None:
+    metrics.mean_of(f"{name}_mean", size.rows, tokens.total)
+    metrics.maximum_of(f"{name}_max", size.rows.new_tensor(size.largest))

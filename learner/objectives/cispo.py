@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from learner.objectives.base import TokenObjective
@@ -38,11 +39,16 @@ class Cispo(TokenObjective[CispoSettings]):
     Options: ClassVar[type[ObjectiveSettings]] = CispoSettings
 
     def token_loss(self, inputs: LossInputs) -> Tensor:
-        weights = clip_ratio(inputs.ratio.detach(), self.settings.clip_low, self.settings.clip_high)
+        weights = clip_ratio(inputs.ratio_values, self.settings.clip_low, self.settings.clip_high)
         return -weights * inputs.advantages * inputs.logprobs
+
+    def row_losses(self, inputs: LossInputs) -> Tensor:
+        ratio = inputs.ratio_values
+        weights = clip_ratio(ratio, self.settings.clip_low, self.settings.clip_high)
+        inputs.noted["capped"] = torch.ne(weights, ratio, out=torch.empty_like(ratio)).sum(dim=1)
+        slopes = weights * -inputs.advantages
+        return inputs.sloped_rows(slopes * inputs.leaf.detach(), slopes)
 
     def measure(self, inputs: LossInputs, metrics: MetricCollector) -> None:
         """Share of trained tokens whose weight is capped."""
-        ratio = inputs.ratio.detach()
-        capped = clip_ratio(ratio, self.settings.clip_low, self.settings.clip_high) != ratio
-        metrics.mean("clip_share", capped, inputs.mask)
+        metrics.mean_of("clip_share", inputs.noted["capped"], inputs.tokens.total)

@@ -92,7 +92,7 @@ class FGrpo(Objective[FGrpoSettings]):
         if self.settings.level == "token":
             return self.kappa * inputs.aggregate(inputs.corrected(self._token_losses(inputs)), "token_mean")
         trajectories = inputs.trajectories
-        rewards = inputs.trajectory_sum(self._implicit(inputs, inputs.gradient_weighted))
+        rewards = self._sequence_rewards(inputs)
         losses = self.bent(rewards, trajectories.advantages * self._importance(inputs))
         if inputs.correction is not None and inputs.correction.sequence_weights is not None:
             losses = inputs.corrected_trajectories(losses)
@@ -121,9 +121,10 @@ class FGrpo(Objective[FGrpoSettings]):
 
     def measure(self, inputs: LossInputs, metrics: MetricCollector) -> None:
         """Implicit rewards, and the share of completions (tokens) that a curve's linear continuation moves."""
-        rewards, advantages, counted = self._implicit(inputs, inputs.logprobs), inputs.advantages, inputs.mask
-        if self.settings.level == "sequence":
-            rewards, advantages = inputs.trajectory_sum(rewards), inputs.trajectories.advantages
+        if self.settings.level == "token":
+            rewards, advantages, counted = self._implicit(inputs, inputs.logprobs), inputs.advantages, inputs.mask
+        else:
+            rewards, advantages = self._sequence_rewards(inputs), inputs.trajectories.advantages
             counted = torch.ones_like(advantages, dtype=torch.bool)
         on_tangent = torch.zeros_like(counted)
         for side, sign in SIDES:
@@ -140,6 +141,14 @@ class FGrpo(Objective[FGrpoSettings]):
         if self.settings.weights != "none":
             weights = inputs.of_trajectory(weights)
         return self.bent(self._implicit(inputs, inputs.logprobs), inputs.advantages * weights)
+
+    def _sequence_rewards(self, inputs: LossInputs) -> Tensor:
+        """[trajectories] s_i."""
+        options, correction = self.settings, inputs.correction
+        if correction is not None and correction.sequence_weights is None:
+            return inputs.trajectory_sum(self._implicit(inputs, inputs.gradient_weighted))
+        rewards = options.beta * inputs.trajectory_reference_log_ratio
+        return rewards + options.gamma * inputs.trajectory_log_ratio if options.gamma > 0.0 else rewards
 
     def _implicit(self, inputs: LossInputs, logprobs: Tensor) -> Tensor:
         """[rows, T] implicit reward of each token."""

@@ -56,4 +56,4 @@ class FHal(FGrpo):
             metrics.mean("offline_margin", 2.0 * signed, torch.ones_like(signed, dtype=torch.bool))
 
     def _pair_rewards(self, pairs: LossInputs) -> Tensor:
-        return self.settings.beta * pairs.trajectory_sum(pairs.reference_log_ratio())
+        return self.settings.beta * pairs.trajectory_reference_log_ratio

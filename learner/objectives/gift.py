@@ -62,8 +62,8 @@ class GroupRegression(Objective[RegressionT]):
 
     def log_ratios(self, inputs: LossInputs) -> Tensor:
         """[trajectories] D_i = sum over trained tokens of log pi - log pi_anchor."""
-        anchor = inputs.old if self.settings.anchor == "old" else inputs.required_reference
-        return inputs.trajectory_sum(inputs.logprobs - anchor)
+        of_old = self.settings.anchor == "old"
+        return inputs.trajectory_log_ratio if of_old else inputs.trajectory_reference_log_ratio
 
     def regressed(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         """Which trajectories enter the loss, [trajectories] bool, and their advantages, [trajectories].

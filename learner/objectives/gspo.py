@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from learner.objectives.base import Objective
-from learner.objectives.grpo import clipped_surrogate, within_clip
+from learner.objectives.grpo import clip_ratio, clipped_surrogate
 from learner.objectives.inputs import LossInputs
 from learner.objectives.metrics import MetricCollector
 from learner.objectives.settings import TOKEN_CORRECTIONS, ClipWidth, ObjectiveSettings
 
-LOG_RATIO_CEILING = 10.0
-"""log s is clamped here before exp, as verl does."""
+LOWEST_LOG_RATIO, HIGHEST_LOG_RATIO = -20.0, 10.0
+"""log s is clamped to this before exp, from above as verl does."""
 
 
 class GspoSettings(ObjectiveSettings):
@@ -52,21 +52,19 @@ class Gspo(Objective[GspoSettings]):
     Options: ClassVar[type[ObjectiveSettings]] = GspoSettings
 
     def loss(self, inputs: LossInputs) -> Tensor:
-        options, advantages = self.settings, inputs.trajectories.advantages
         losses = clipped_surrogate(
-            _mean_log_ratio(inputs), advantages, options.clip_low, options.clip_high, limit=LOG_RATIO_CEILING
+            _ratio(inputs), inputs.trajectories.advantages, self.settings.clip_low, self.settings.clip_high
         )
         return inputs.corrected_trajectories(losses).sum() / max(inputs.denominators.trajectories, 1)
 
     def measure(self, inputs: LossInputs, metrics: MetricCollector) -> None:
         """Share of trajectories whose gradient the clip takes away."""
-        options, log_ratio = self.settings, _mean_log_ratio(inputs).detach()
-        inside = within_clip(
-            log_ratio, inputs.trajectories.advantages, options.clip_low, options.clip_high, limit=LOG_RATIO_CEILING
-        )
-        metrics.mean("clip_share", inside == 0, torch.ones_like(inside, dtype=torch.bool))
+        ratio, advantages = _ratio(inputs).detach(), inputs.trajectories.advantages
+        beyond = ratio - clip_ratio(ratio, self.settings.clip_low, self.settings.clip_high)
+        metrics.mean("clip_share", beyond * advantages > 0, torch.ones_like(ratio, dtype=torch.bool))
 
 
-def _mean_log_ratio(inputs: LossInputs) -> Tensor:
-    """[trajectories] log s, the mean log-ratio of a trajectory's tokens."""
-    return inputs.trajectory_sum(inputs.log_ratio) / inputs.trajectory_tokens
+def _ratio(inputs: LossInputs) -> Tensor:
+    """[trajectories] s, the geometric mean of pi / pi_old over a trajectory's tokens."""
+    mean = inputs.trajectory_log_ratio / inputs.trajectory_tokens
+    return torch.exp(mean.clamp(LOWEST_LOG_RATIO, HIGHEST_LOG_RATIO))

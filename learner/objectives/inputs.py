@@ -7,15 +7,17 @@ computed. Made by ``Objective.__call__`` for each batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from learner.advantages import Denominators
 from learner.corrections import Correction
-from learner.kl import bounded_exp
+from learner.kl import LOG_RATIO_LIMIT, bounded_exp
 from learner.objectives.masking import Mask
 from learner.objectives.settings import Aggregation
 
@@ -49,6 +51,34 @@ class Trajectories:
 
 
 @dataclass(frozen=True, eq=False)
+class Size:
+    """How large log-ratios are that are 0 outside their mask."""
+
+    rows: Tensor
+    """[rows] sum of their magnitudes."""
+    largest: float
+
+    @staticmethod
+    def of(log_ratio: Tensor) -> Size:
+        magnitude = log_ratio.abs()
+        return Size(magnitude.sum(dim=1), float(magnitude.amax()) if magnitude.numel() else 0.0)
+
+    def exp(self, log_ratio: Tensor) -> Tensor:
+        """``bounded_exp`` of these log-ratios, which as a rule need no bound."""
+        return torch.exp(log_ratio) if self.largest <= LOG_RATIO_LIMIT else bounded_exp(log_ratio)
+
+    def within(self, log_ratio: Tensor) -> Tensor | None:
+        """Which of them need no bound, bool; None: all."""
+        return None if self.largest <= LOG_RATIO_LIMIT else log_ratio.detach().abs() <= LOG_RATIO_LIMIT
+
+    def beyond(self, log_ratio: Tensor) -> Tensor:
+        """How many of them are clamped."""
+        if self.largest <= LOG_RATIO_LIMIT:
+            return torch.zeros((), device=log_ratio.device)
+        return torch.count_nonzero(log_ratio.detach().abs() > LOG_RATIO_LIMIT)
+
+
+@dataclass(frozen=True, eq=False)
 class LossInputs:
     """One batch, ready for a formula."""
 
@@ -74,6 +104,8 @@ class LossInputs:
     """[rows] generated tokens, masked or not; None: not known."""
     denominators: Denominators
     correction: Correction | None
+    noted: dict[str, Tensor] = field(default_factory=dict)
+    """What a formula leaves for its metrics."""
     pairs: LossInputs | None = None
     """The rows of offline pairs, which the other fields leave out; advantages +1 (chosen) and -1 (rejected)."""
 
@@ -104,8 +136,20 @@ class LossInputs:
 
     @cached_property
     def log_ratio(self) -> Tensor:
-        """[rows, T] log pi - log pi_old with its gradient."""
-        return self.trained.difference(self.leaf, self.leaf.detach() if self.given_old is None else self.given_old)
+        """[rows, T] log pi - log pi_old with its gradient; 0 also where rows are of offline pairs."""
+        return self.tokens.difference(self.leaf, self.leaf.detach() if self.given_old is None else self.given_old)
+
+    @cached_property
+    def drift(self) -> Size:
+        """How far the policy is from old."""
+        if self.given_old is None:
+            return Size(self.leaf.new_zeros(len(self.leaf)), 0.0)
+        return Size.of(self.log_ratio.detach())
+
+    @cached_property
+    def ratio_values(self) -> Tensor:
+        """[rows, T] pi / pi_old without gradient, log-ratio clamped to +-20; not to be changed."""
+        return self.drift.exp(self.log_ratio.detach())
 
     @cached_property
     def ratio(self) -> Tensor:
@@ -136,6 +180,24 @@ class LossInputs:
             return self.logprobs
         value = self.logprobs.detach()
         return value + self.correction.weights * (self.logprobs - value)
+
+    def sloped_rows(self, values: Tensor, slopes: Tensor) -> Tensor:
+        """[rows] sums, under mask and correction, of values whose derivative by their own token's log-prob is known.
+
+        Args:
+            values: [rows, T], detached; used up.
+            slopes: [rows, T] or [rows, 1], detached; used up.
+        """
+        if self.correction is not None:
+            values = values * self.correction.weights
+            slopes = slopes * self.correction.weights
+        sums: Tensor = _SlopedRows.apply(self.leaf, values, slopes, self.tokens)
+        return sums
+
+    def free_(self, slopes: Tensor) -> Tensor:
+        """Slopes of a function of ``ratio_values``, made 0 in place where the ratio is a bound."""
+        within = self.drift.within(self.log_ratio)
+        return slopes if within is None else slopes.mul_(within)
 
     def corrected(self, per_token: Tensor) -> Tensor:
         """A policy loss per token under the off-policy correction."""
@@ -169,7 +231,10 @@ class LossInputs:
         Raises:
             ValueError: sequence_sum_norm without max_tokens.
         """
-        losses = self.tokens.row_sums(per_token)
+        return self.aggregate_rows(self.tokens.row_sums(per_token), how, max_tokens)
+
+    def aggregate_rows(self, losses: Tensor, how: Aggregation, max_tokens: int | None = None) -> Tensor:
+        """The same of losses that are summed over each row's tokens, [rows]."""
         if how == "token_mean":
             return losses.sum() / max(self.denominators.tokens, 1)
         completions = max(self.denominators.completions, 1)
@@ -205,6 +270,18 @@ class LossInputs:
         return self._over_rows(self.tokens.row_sums(per_token))
 
     @cached_property
+    def trajectory_log_ratio(self) -> Tensor:
+        """[trajectories] sum of ``log_ratio``, with its gradient."""
+        return self._over_rows(self.log_ratio.sum(dim=1))
+
+    @cached_property
+    def trajectory_reference_log_ratio(self) -> Tensor:
+        """[trajectories] sum of ``reference_log_ratio``, with its gradient."""
+        log_ratio = self.reference_log_ratio()
+        whole = self.tokens is self.trained  # so that there is nothing of other rows in it
+        return self._over_rows(log_ratio.sum(dim=1) if whole else self.tokens.row_sums(log_ratio))
+
+    @cached_property
     def trajectory_tokens(self) -> Tensor:
         """[trajectories] trained tokens of each, as floats."""
         return self._over_rows(self.tokens.counts.to(self.leaf.dtype))
@@ -229,3 +306,16 @@ class LossInputs:
         part = self.trajectories.index >= 0
         zeros = per_row.new_zeros(len(self.trajectories.groups))
         return zeros.index_add(0, self.trajectories.index[part], per_row[part])
+
+
+class _SlopedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, values: Tensor, slopes: Tensor, mask: Mask) -> Tensor:
+        ctx.slopes, ctx.shape = slopes, leaf.shape
+        return mask.keep_(values).sum(dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        slopes = ctx.slopes.mul_(gradient[:, None])  # a loss is differentiated once
+        return slopes.expand(ctx.shape), None, None, None

@@ -31,7 +31,10 @@ class Mask:
         return kept
 
     def difference(self, left: Tensor, right: Tensor) -> Tensor:
-        """``keep(left - right)`` in one pass less; ``right`` is a constant."""
+        """``keep(left - right)`` in one pass less; ``right`` is a constant.
+
+        Its gradient is not masked: ``left`` is what the loss is differentiated by, and is masked as a whole.
+        """
         kept: Tensor = _KeptDifference.apply(left, right, self)
         return kept
 
@@ -54,7 +57,7 @@ class Mask:
         """[rows, T] integers as wide as ``dtype``: all bits set under the mask, none elsewhere."""
         integer = BITS[dtype.itemsize]
         if integer not in self._bits:
-            self._bits[integer] = self.where.view(torch.int8).to(integer).neg_()
+            self._bits[integer] = self.where.view(torch.int8).neg().to(integer)
         return self._bits[integer]
 
     def keep_(self, values: Tensor) -> Tensor:
@@ -82,13 +85,12 @@ class _Keep(torch.autograd.Function):
 class _KeptDifference(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, mask: Mask) -> Tensor:
-        ctx.mask = mask
         return mask.keep_(left - right)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.mask._kept(gradient), None, None
+        return gradient, None, None
 
 
 class _RowSums(torch.autograd.Function):

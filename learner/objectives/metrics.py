@@ -39,7 +39,7 @@ class MetricSums:
     def means(self) -> dict[str, float]:
         """One number per metric; a mean over nothing is left out."""
         values = {name: total / count for name, (total, count) in self.sums.items() if count > 0}
-        values |= {name: first**2 / (n * second) for name, (n, first, second) in self.moments.items() if second > 0}
+        values |= {name: first**2 / (n * second) for name, (n, first, second) in self.moments.items() if n and second > 0}
         return values | self.totals | self.maxima
 
 
@@ -91,11 +91,13 @@ class MetricCollector:
     def effective_share(self, name: str, weights: Tensor, mask: Tensor | Mask) -> None:
         """Effective sample size of importance weights, as a share of their number."""
         where = mask if isinstance(mask, Mask) else Mask(mask)
-        self.effective_share_of(name, where.keep(weights.detach()), torch.count_nonzero(where.where))
+        kept = where.keep(weights.detach())
+        squares = torch.linalg.vector_norm(kept, dim=-1).square()
+        self.effective_share_of(name, kept, squares, torch.count_nonzero(where.where))
 
-    def effective_share_of(self, name: str, weights: Tensor, count: Tensor) -> None:
-        squares = torch.linalg.vector_norm(weights, dim=-1).double().square().sum()
-        self._moments[name] = count, _sum(weights), squares
+    def effective_share_of(self, name: str, weights: Tensor, squares: Tensor, count: Tensor) -> None:
+        """Of weights and of their squares, each summed over all their dimensions."""
+        self._moments[name] = count, _sum(weights), _sum(squares)
 
     def read(self) -> MetricSums:
         """Everything collected, in one transfer from the device."""
@@ -115,4 +117,5 @@ class MetricCollector:
 
 def _sum(values: Tensor) -> Tensor:
     """Scalar float64: rows are summed in their own precision, then together."""
-    return values.detach().sum(dim=-1).double().sum()
+    numbers = values.detach()
+    return (numbers.sum(dim=-1) if numbers.ndim > 1 else numbers).sum(dtype=torch.float64)

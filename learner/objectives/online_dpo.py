@@ -68,7 +68,7 @@ class PairObjective(Objective[PairSettings]):
         trajectories = inputs.trajectories
         best = _first_highest(trajectories.advantages, trajectories.groups, trajectories.group_count)
         worst = _first_highest(-trajectories.advantages, trajectories.groups, trajectories.group_count)
-        ratios = inputs.trajectory_sum(inputs.reference_log_ratio())
+        ratios = inputs.trajectory_reference_log_ratio
         each = inputs.corrected_trajectories(torch.ones_like(ratios)).detach()
         differ = trajectories.advantages[best] > trajectories.advantages[worst]
         return ratios[best] - ratios[worst], differ * each[best] * each[worst]

@@ -9,8 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from learner.advantages import StepRows
-from learner.objectives.base import LogprobKind, TokenObjective, Unit
-from learner.objectives.grpo import clipped_surrogate, within_clip
+from learner.objectives.base import LogprobKind, Unit
+from learner.objectives.grpo import Grpo
 from learner.objectives.inputs import LossInputs
 from learner.objectives.metrics import MetricCollector
 from learner.objectives.settings import ClippedSettings, ClipWidth, ObjectiveSettings
@@ -28,7 +28,7 @@ class OpdSettings(ClippedSettings):
     """Factor of the group advantage of the rewards, added to the teacher's; 0: rewards are not read."""
 
 
-class Opd(TokenObjective[OpdSettings]):
+class Opd(Grpo):
     """Per-token reverse KL to a teacher, on the policy's own samples.
 
     L = token mean of -rho a, a_it = lp_teacher - lp_old (detached) + reward_weight A_i, rho = exp(lp - lp_old), with
@@ -39,6 +39,7 @@ class Opd(TokenObjective[OpdSettings]):
     name = "opd"
     needs_teacher = True
     Options: ClassVar[type[ObjectiveSettings]] = OpdSettings
+    settings: OpdSettings
 
     def __init__(self, settings: OpdSettings) -> None:
         super().__init__(settings)
@@ -67,29 +68,12 @@ class Opd(TokenObjective[OpdSettings]):
             values.append(value if read else 0.0 if takes_part else None)
         return values
 
-    def token_loss(self, inputs: LossInputs) -> Tensor:
-        options = self.settings
-        return clipped_surrogate(
-            inputs.log_ratio, self._advantages(inputs), options.clip_low, options.clip_high, options.dual_clip
-        )
-
     def measure(self, inputs: LossInputs, metrics: MetricCollector) -> None:
         """Nats per token that the policy of the start is away from its teacher, and what the clip takes away."""
-        options = self.settings
-        teacher = inputs.old - inputs.required_reference
-        metrics.mean_of("teacher_kl", teacher.sum(dim=1), inputs.tokens.total)
-        if options.clip_low is None and options.clip_high is None and options.dual_clip is None:
-            return
-        inside = within_clip(
-            inputs.log_ratio.detach(),
-            self._advantages(inputs),
-            options.clip_low,
-            options.clip_high,
-            options.dual_clip,
-        )
-        metrics.mean("clip_share", inside == 0, inputs.tokens)
+        metrics.mean_of("teacher_kl", (inputs.old - inputs.required_reference).sum(dim=1), inputs.tokens.total)
+        metrics.mean_of("clip_share", inputs.noted["clipped"], inputs.tokens.total)
 
-    def _advantages(self, inputs: LossInputs) -> Tensor:
+    def token_advantages(self, inputs: LossInputs) -> Tensor:
         """[rows, T]."""
         teacher = inputs.required_reference - inputs.old
         if self.settings.level == "sequence":

@@ -41,6 +41,10 @@ class Rloo(TokenObjective[TokenSettings]):
     def token_loss(self, inputs: LossInputs) -> Tensor:
         return -inputs.advantages * inputs.logprobs
 
+    def row_losses(self, inputs: LossInputs) -> Tensor:
+        slopes = -inputs.advantages
+        return inputs.sloped_rows(slopes * inputs.leaf.detach(), slopes)
+
     def check_passes(self, epochs: int, minibatches: int) -> None:
         if epochs * minibatches > 1 and self.settings.correction == "none":
             raise ConfigError(

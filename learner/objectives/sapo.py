@@ -34,7 +34,16 @@ class Sapo(TokenObjective[SapoSettings]):
     Options: ClassVar[type[ObjectiveSettings]] = SapoSettings
 
     def token_loss(self, inputs: LossInputs) -> Tensor:
-        advantages = inputs.advantages
+        tau = self._tau(inputs.advantages)
+        return -4.0 / tau * torch.sigmoid(tau * (inputs.ratio - 1.0)) * inputs.advantages
+
+    def row_losses(self, inputs: LossInputs) -> Tensor:
+        """With h = tanh(tau (rho - 1) / 2) the loss is -(2/tau) (1 + h) a, and its slope -(1 - h^2) rho a."""
+        half, negative, ratio = 0.5 * self._tau(inputs.advantages), -inputs.advantages, inputs.ratio_values
+        gate = (ratio * half).sub_(half).tanh_()
+        slopes = torch.addcmul(torch.ones_like(half), gate, gate, value=-1.0).mul_(ratio).mul_(negative)
+        return inputs.sloped_rows(gate.add_(1.0).mul_(negative / half), inputs.free_(slopes))
+
+    def _tau(self, advantages: Tensor) -> Tensor:
         positive = torch.full_like(advantages, self.settings.tau_positive)
-        tau = torch.where(advantages > 0, positive, torch.full_like(advantages, self.settings.tau_negative))
-        return -4.0 / tau * torch.sigmoid(tau * (inputs.ratio - 1.0)) * advantages
+        return torch.where(advantages > 0, positive, torch.full_like(advantages, self.settings.tau_negative))
