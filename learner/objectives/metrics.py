@@ -39,7 +39,9 @@ class MetricSums:
     def means(self) -> dict[str, float]:
         """One number per metric; a mean over nothing is left out."""
         values = {name: total / count for name, (total, count) in self.sums.items() if count > 0}
-        values |= {name: first**2 / (n * second) for name, (n, first, second) in self.moments.items() if n and second > 0}
+        values |= {
+            name: first**2 / (n * second) for name, (n, first, second) in self.moments.items() if n and second > 0
+        }
         return values | self.totals | self.maxima
 
 
