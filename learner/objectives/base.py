@@ -19,17 +19,15 @@ from torch import Tensor
 from learner.advantages import (
     Denominators,
     StepRows,
-    count_groups,
     pair_signs,
     step_advantages,
     step_denominators,
-    takes_part,
-    trajectory_lengths,
 )
 from learner.corrections import RULES, Correction, Drift, correct
-from learner.kl import k3_values, kl_estimate, reward_kl
+from learner.kl import kl_estimate, reward_kl
 from learner.objectives.batch import ObjectiveBatch
-from learner.objectives.inputs import LossInputs, Size
+from learner.objectives.common_metrics import measure_groups, measure_ratios
+from learner.objectives.inputs import LossInputs
 from learner.objectives.masking import Mask
 from learner.objectives.metrics import MetricCollector, MetricSums
 from learner.objectives.settings import Aggregation, ObjectiveSettings, TokenSettings
@@ -172,7 +170,7 @@ class Objective(ABC, Generic[OptionsT]):
         for indices, values in ((sampled, self.advantages(own)), (paired, pair_signs(rows.select(paired)))):
             for index, value in zip(indices, values, strict=True):
                 advantages[index] = value
-        sums = _group_sums(own, [advantages[index] for index in sampled], self.settings)
+        sums = measure_groups(own, [advantages[index] for index in sampled], self.settings)
         return StepPlan(tuple(advantages), step_denominators(rows, advantages), sums)
 
     def __call__(self, batch: ObjectiveBatch) -> ObjectiveResult:
@@ -198,7 +196,7 @@ class Objective(ABC, Generic[OptionsT]):
         with torch.no_grad():
             collector = MetricCollector()
             collector.total("loss", loss)
-            _measure_ratios(inputs, collector)
+            measure_ratios(inputs, collector)
             self.measure(inputs, collector)
             sums = collector.read()
         value = sums.totals.pop("loss")
@@ -354,75 +352,3 @@ def _as_tensor(advantages: Sequence[float | None]) -> Tensor:
 def _count(counted: Tensor, batch: ObjectiveBatch) -> Denominators:
     rows = replace(batch, mask=counted.to(batch.mask.device)).step_rows()
     return step_denominators(rows, [0.0] * len(batch))
-
-
-def _group_sums(rows: StepRows, advantages: Sequence[float | None], options: ObjectiveSettings) -> MetricSums:
-    """The metrics of a step's groups and rewards."""
-    counts = count_groups(rows, options.reward_margin)
-    part = [abs(value) for value in advantages if value is not None and takes_part(value)]
-    means: dict[str, tuple[float, float]] = {
-        "zero_signal_share": (counts.zero_signal, counts.groups),
-        "advantage_abs_mean": (sum(part), len(part)),
-    }
-    if options.reward_margin > 0.0:
-        scored = counts.groups - counts.too_few_scored
-        means["margin_kept_share"] = (scored - counts.zero_signal - counts.below_margin, scored)
-    if options.overlong is not None:
-        penalties = [options.overlong.penalty(length) for length in trajectory_lengths(rows)]
-        means["overlong_penalty_mean"] = (sum(penalties), len(penalties))
-    return MetricSums(
-        sums=means,
-        totals={
-            "too_few_scored": counts.too_few_scored,
-            "null_trajectories": counts.null_trajectories,
-            "rows_left_out": len(rows) - len(part),
-        },
-    )
-
-
-def _measure_ratios(inputs: LossInputs, metrics: MetricCollector) -> None:
-    """The common metrics.
-
-    ratio_mean and ess compare the current policy with whoever sampled: the engine where its log-probs are known,
-    else the policy at the start of the pass. The latter's drift is update_log_ratio_*.
-    """
-    tokens, rollout = inputs.tokens, inputs.given_rollout
-    _measure_size("update_log_ratio_abs", inputs.drift, tokens, metrics)
-    if rollout is not None:
-        log_ratio = tokens.difference(inputs.leaf.detach(), rollout)
-        size = Size.of(log_ratio)
-        _measure_weights(size.exp(log_ratio), size, log_ratio, tokens, metrics)
-    elif inputs.given_old is not None:
-        _measure_weights(inputs.ratio_values, inputs.drift, inputs.log_ratio, tokens, metrics)
-    if inputs.given_reference is not None:
-        log_ratio = _sampled(inputs.reference_log_ratio(), inputs)
-        size = Size.of(log_ratio)
-        _measure_size("reference_log_ratio_abs", size, tokens, metrics)
-        metrics.mean_of("kl_reference", k3_values(log_ratio).sum(dim=1), tokens.total)
-        metrics.total("kl_clamped", size.beyond(log_ratio))
-    if inputs.correction is not None:
-        metrics.mean("correction_truncated_share", inputs.correction.truncated, tokens)
-        metrics.mean("correction_masked_share", ~inputs.correction.kept, tokens)
-        weights = inputs.correction.weights.expand(inputs.mask.shape)
-        metrics.mean("correction_weight_mean", weights, tokens)
-        metrics.effective_share("correction_ess", weights, tokens)
-
-
-def _sampled(log_ratio: Tensor, inputs: LossInputs) -> Tensor:
-    """[rows, T] without those of offline pairs, detached."""
-    return log_ratio.detach() if inputs.pairs is None else inputs.tokens.keep(log_ratio.detach())
-
-
-def _measure_weights(weights: Tensor, size: Size, log_ratio: Tensor, tokens: Mask, metrics: MetricCollector) -> None:
-    """Of importance weights, which are 1 outside the mask."""
-    _measure_size("log_ratio_abs", size, tokens, metrics)
-    metrics.total("ratio_clamped", size.beyond(log_ratio))
-    beside = weights.shape[1] - tokens.counts
-    sums, squares = weights.sum(dim=1), torch.linalg.vector_norm(weights, dim=1).square()
-    metrics.mean_of("ratio_mean", sums - beside, tokens.total)
-    metrics.effective_share_of("ess", sums - beside, squares - beside, tokens.total)
-
-
-def _measure_size(name: str, size: Size, tokens: Mask, metrics: MetricCollector) -> None:
-    metrics.mean_of(f"{name}_mean", size.rows, tokens.total)
-    metrics.maximum_of(f"{name}_max", size.rows.new_tensor(size.largest))
