@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from learner.advantages import StepRows, step_advantages
 from learner.objectives import build_objective
 from learner.objectives.settings import TOKEN_CORRECTIONS
 from system.core.errors import ConfigError
-from tests.learner.objective_cases import VECTORS, fixture_batch, random_case, rows_of
+from tests.learner.objective_cases import VECTORS, fixture_batch, random_case, rows_of, wild_case
+from tests.learner.test_objectives_slow import objective_options
 
 FAMILY_VECTORS = [
     ("DR-B", "dr_grpo", {"max_tokens": 4}),
@@ -124,3 +127,17 @@ def test_clip_shares_count_what_lost_its_gradient():
     ratio = (batch.logprobs - batch.old_logprobs).exp()
     capped = build_objective("cispo", clip_high=0.1)(batch)
     assert capped.metrics["clip_share"] == pytest.approx((ratio > 1.1)[batch.mask].double().mean().item())
+
+
+@pytest.mark.parametrize("name", ["grpo", "two_grpo", "dapo", "reinforce_pp", "rloo", "cispo", "sapo", "opd"])
+@given(data=st.data(), seed=st.integers(0, 10_000))
+@settings(max_examples=15, deadline=None)
+def test_what_is_written_with_slopes_equals_the_formula_differentiated(name, data, seed):
+    options = data.draw(objective_options(name))
+    plain, quick = build_objective(name, **options), build_objective(name, **options)
+    plain.row_losses = lambda inputs: inputs.tokens.row_sums(inputs.corrected(plain.token_loss(inputs)))
+    plain.measure = lambda inputs, metrics: None
+    batch = data.draw(st.sampled_from([random_case, wild_case]))(seed).batch()
+    differentiated, written = plain(batch), quick(batch)
+    assert written.loss == pytest.approx(differentiated.loss, rel=1e-9, abs=1e-9)
+    torch.testing.assert_close(written.coefficients, differentiated.coefficients, rtol=1e-9, atol=1e-9)
