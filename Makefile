@@ -2,7 +2,7 @@
 PYTHON ?= python3
 RUN := .venv/bin
 
-.PHONY: help venv quickstart test test-fast test-long lint format bench lock clean
+.PHONY: help venv quickstart test test-fast test-long lint format docs bench lock clean
 
 help:
 	@echo "make quickstart   train SmolLM2-135M on one-digit sums, from import to report (about 10 minutes on 2 cores)"
@@ -11,6 +11,7 @@ help:
 	@echo "make test-long    acceptance runs: the quick start with three seeds, kills and resumes"
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make format       ruff format"
+	@echo "make docs         the pages that are written from the code"
 	@echo "make bench        every benchmark, each with its last line in JSON"
 	@echo "make lock         requirements/cpu.lock from what is installed in .venv"
 
@@ -39,6 +40,9 @@ lint: venv
 format: venv
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
+
+docs: venv
+	$(RUN)/python -m tools.objectives_page
 
 bench: venv
 	@for script in benchmarks/bench_*.py benchmarks/loop.py; do \

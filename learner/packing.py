@@ -54,10 +54,18 @@ def spread_over_ranks(items: Sequence[PackItem], ranks: int, tolerance: float = 
 
 
 def split_in_order(group_ids: Sequence[int], parts: int) -> list[list[int]]:
-    """The distinct ids in ascending order, cut into at most ``parts`` runs whose sizes differ by at most one."""
-    ordered = sorted(set(group_ids))
-    parts = min(parts, len(ordered))
-    return [ordered[len(ordered) * part // parts : len(ordered) * (part + 1) // parts] for part in range(parts)]
+    """The distinct ids in issue order, cut into at most ``parts`` runs whose sizes differ by at most one.
+
+    Ids below 0, of offline pairs, are cut by themselves: every run gets its share of both.
+    """
+    sampled = sorted({group_id for group_id in group_ids if group_id >= 0})
+    paired = sorted({group_id for group_id in group_ids if group_id < 0}, reverse=True)
+    parts = min(parts, len(sampled) or len(paired))
+
+    def run(ordered: list[int], part: int) -> list[int]:
+        return ordered[len(ordered) * part // parts : len(ordered) * (part + 1) // parts]
+
+    return [run(sampled, part) + run(paired, part) for part in range(parts)]
 
 
 def _group(item: PackItem) -> Hashable:

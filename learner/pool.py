@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.handles import ActorRank, LocalRank
+from learner.objectives import build_objective
 from learner.packing import PackItem, split_in_order, spread_over_ranks
 from learner.rank import LearnerPlan, StepReport
 from learner.rank_group import CLOSE_DEADLINE_S, RankGroup
@@ -23,6 +24,12 @@ from system.core.weights.wire import DEFAULT_BUCKET_BYTES, Endpoint, Manifest
 
 TRANSFER_GRACE_S = 5.0
 """A transfer ends at its own deadline with an error that names what broke; the pool waits this much longer for it."""
+
+TOLERANCE = 0.1
+"""How much more than the even share a rank may have before groups are cut."""
+
+COUPLED_TOLERANCE = 0.3
+"""The same where a cut group costs a second forward pass over all rows."""
 
 
 class LearnerPool:
@@ -48,6 +55,7 @@ class LearnerPool:
         self._local = local
         self._options = options
         self._started: RankGroup | None = None
+        self._tolerance = TOLERANCE
 
     async def start(self) -> None:
         """Creates the ranks, lets them meet and load the model.
@@ -66,6 +74,8 @@ class LearnerPool:
         if self.size > 1:
             meeting = await self._ranks.first("meeting", deadline_s, await self.sender_address(deadline_s))
         await self._ranks.all("setup", deadline_s, meeting)
+        couples = build_objective(**self.plan.objective).unit == "group"
+        self._tolerance = COUPLED_TOLERANCE if couples else TOLERANCE
 
     async def restart(self, folder: str | Path | None) -> None:
         """Ends all ranks and starts new ones, from the checkpoint in ``folder`` where there is one."""
@@ -82,7 +92,8 @@ class LearnerPool:
             LearnerLost: a rank is gone, or did not answer within ``learner.step_deadline_s``.
         """
         settings = self.plan.learner
-        calls = [(share, step, version) for share in share_rows(groups, self.size, settings.minibatches_per_step)]
+        shares = share_rows(groups, self.size, settings.minibatches_per_step, self._tolerance)
+        calls = [(share, step, version) for share in shares]
         reports: list[StepReport] = await self._ranks.each("step", settings.step_deadline_s, calls)
         return replace(reports[0], learn_s=max(report.learn_s for report in reports))
 
@@ -150,10 +161,13 @@ class LearnerPool:
         return self._started
 
 
-def share_rows(groups: Sequence[Group], ranks: int, minibatches: int) -> list[list[Group]]:
+def share_rows(
+    groups: Sequence[Group], ranks: int, minibatches: int, tolerance: float = TOLERANCE
+) -> list[list[Group]]:
     """The rows of each rank, as groups; a group that is cut appears on several ranks with different rows.
 
-    Every minibatch is spread by itself, and so are groups whose rewards are all equal (their passes may be left out).
+    Groups are cut where the heaviest rank would else have more than ``1 + tolerance`` of the even share. Every
+    minibatch is spread by itself, and so are groups whose rewards are all equal (their passes may be left out).
     """
     by_id = {group.group_id: group for group in groups}
     shares: list[list[Group]] = [[] for _ in range(ranks)]
@@ -162,7 +176,7 @@ def share_rows(groups: Sequence[Group], ranks: int, minibatches: int) -> list[li
             rows = [row for group_id in group_ids for row in by_id[group_id].rows]
             rows = [row for row in rows if by_id[row.group_id].has_zero_signal() == silent]
             items = [PackItem(_cost_tokens(row), row.group_id, row.trajectory_id) for row in rows]
-            for rank, indices in enumerate(spread_over_ranks(items, ranks) if rows else []):
+            for rank, indices in enumerate(spread_over_ranks(items, ranks, tolerance) if rows else []):
                 shares[rank].extend(_as_groups([rows[index] for index in indices]))
     return shares
 

@@ -74,7 +74,7 @@ class StepReport:
     advantages: dict[TrajectoryKey, float | None] = field(default_factory=dict)
     """As trained; None for a trajectory that took no part."""
     completion_tokens: int = 0
-    """Generated tokens of all rows, masked or not."""
+    """Generated tokens of all sampled rows, masked or not."""
     trained_tokens: int = 0
     """Tokens under the loss mask of the rows that take part."""
     learn_s: float = 0.0
@@ -139,16 +139,11 @@ class LearnerRank:
         if runner.objective.needs_logprobs_first:
             runner.recompute_old_logprobs(lines)
         facts = runner.gather_facts(lines)
-        active = [line for line in lines if runner.has_gradient(line.advantage) and line.trained_tokens > 0]
+        flags = facts.active[facts.first : facts.first + len(lines)]
+        active = [line for line, moves in zip(lines, flags, strict=True) if moves]
         if several_updates and "old" in runner.objective.needs and not runner.objective.needs_logprobs_first:
             runner.recompute_old_logprobs(active)
-        moving = {
-            group_id
-            for group_id, advantage, tokens in zip(
-                facts.rows.group_ids, facts.plan.advantages, facts.rows.token_counts, strict=True
-            )
-            if tokens > 0 and runner.has_gradient(advantage)
-        }
+        moving = facts.moving_groups
         totals = StepTotals()
         rate = self._learning_rate()
         first_update = self.updates
@@ -180,8 +175,9 @@ class LearnerRank:
                 for group_id, trajectory_id, advantage in zip(
                     facts.rows.group_ids, facts.rows.trajectory_ids, facts.plan.advantages, strict=True
                 )
+                if group_id >= 0
             },
-            completion_tokens=sum(facts.lengths),
+            completion_tokens=facts.sampled_tokens,
             trained_tokens=facts.plan.denominators.tokens,
             learn_s=time.monotonic() - started_s,
             padding_share=1.0 - sum(part[2] for part in parts) / computed if computed else 0.0,

@@ -67,6 +67,9 @@ class ReferenceSettings(Settings):
     """The frozen model whose log-probs anchor the policy."""
 
     workers: int = Field(default=1, ge=1)
+    path: str | None = Field(default=None, min_length=1)
+    """Model that the policy is compared with, or taught by: a folder or a hub id, with the policy's tokenizer. Null:
+    the policy's own model at its start."""
     batch_tokens: int = Field(default=8192, ge=1)
     """Most tokens, padding included, in one forward pass."""
     collect_s: float = Field(default=0.005, ge=0.0)

@@ -2,14 +2,17 @@
 
 What a step needs to know of all ranks (advantages, denominators, how many micro-batches) is gathered before the
 forward passes; a rank without rows joins every collective with an empty micro-batch. Gradients are sums over rows
-weighted by coefficients that depend on global counts only, so they are the same however rows are spread or packed.
+weighted by coefficients. Where an objective mixes rows (``Objective.unit``) and some that belong together stand in
+different micro-batches or ranks, coefficients come first: a pass without gradient gives the log-probs of all rows,
+gathered over the ranks. So gradients are the same however rows are spread or packed.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -53,10 +56,22 @@ class StepFacts:
     """What all ranks know of all rows of a step, in rank order."""
 
     rows: StepRows
-    lengths: tuple[int, ...]
     plan: StepPlan
     first: int
     """Where this rank's rows start."""
+    active: tuple[bool, ...]
+    """Rows that can have coefficients other than zero; the others are not computed."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Generated tokens, those of offline pairs left out."""
+        lengths, offline = self.rows.lengths or (), self.rows.offline or ()
+        return sum(length for length, paired in zip(lengths, offline, strict=True) if not paired)
+
+    @property
+    def moving_groups(self) -> set[int]:
+        """Groups with an active row; an update without any is left out."""
+        return {group for group, active in zip(self.rows.group_ids, self.active, strict=True) if active}
 
 
 @dataclass
@@ -80,8 +95,8 @@ class StepRunner:
         self.objective = objective
         self.world = world
         self.budget_tokens = tokens_per_microbatch
-        self.coupled = objective.coupling == "group"
-        self._zero_is_silent = not self.coupled and is_silent_at_zero_advantage(objective)
+        self.unit = objective.unit
+        self._zero_is_silent = is_silent_at_zero_advantage(objective)
 
     def lines_of(self, groups: Sequence[Group]) -> list[Line]:
         """The rows of ``groups``.
@@ -93,9 +108,11 @@ class StepRunner:
         if "reference" in self.objective.needs:
             for line in lines:
                 if line.row.reference_logprobs is None:
+                    by_kl_alone = "reference" not in self.objective.policy_needs
                     raise ConfigError(
                         f"group {line.row.group_id}: no reference log-probs, which objective {self.objective.name} "
-                        "needs with these options; sample with a reference worker, or set objective.kl_coefficient to 0"
+                        "needs with these options; sample with a reference worker"
+                        + (", or set objective.kl_coefficient to 0" if by_kl_alone else "")
                     )
         return lines
 
@@ -108,50 +125,50 @@ class StepRunner:
         if self.objective.settings.has_kl_in_reward:
             kl = [self._reward_kl(line) for line in lines]
         local = StepRows.from_rows([line.row for line in lines], kl)
-        parts = self.world.gather((local, tuple(line.row.length for line in lines)))
-        rows = StepRows(
-            rewards=[value for part, _ in parts for value in part.rewards],
-            group_ids=[value for part, _ in parts for value in part.group_ids],
-            trajectory_ids=[value for part, _ in parts for value in part.trajectory_ids],
-            token_counts=[value for part, _ in parts for value in part.token_counts],
-            kl=None if kl is None else [value for part, _ in parts for value in part.kl or ()],
-        )
-        first = sum(len(part) for part, _ in parts[: self.world.rank])
+        parts = self.world.gather(local)
+        rows = StepRows.joined(parts)
+        first = sum(len(part) for part in parts[: self.world.rank])
         plan = self.objective.prepare(rows)
         for line, advantage in zip(lines, plan.advantages[first : first + len(lines)], strict=True):
             line.advantage = advantage
-        return StepFacts(rows, tuple(length for _, lengths in parts for length in lengths), plan, first)
+        return StepFacts(rows, plan, first, self._active(rows, plan.advantages))
+
+    def _active(self, rows: StepRows, advantages: Sequence[float | None]) -> tuple[bool, ...]:
+        """A row without signal is left out where that cannot be seen: by itself, or with its whole group."""
+        taking_part = [
+            takes_part(advantage) and tokens > 0
+            for advantage, tokens in zip(advantages, rows.token_counts, strict=True)
+        ]
+        if not self._zero_is_silent:
+            return tuple(taking_part)
+        with_signal = {self._key(group, row) for row, group in enumerate(rows.group_ids) if advantages[row]}
+        return tuple(
+            part and self._key(group, row) in with_signal
+            for row, (part, group) in enumerate(zip(taking_part, rows.group_ids, strict=True))
+        )
+
+    def _key(self, group_id: int, row: int) -> tuple[int, int]:
+        return (group_id, -1) if self.unit == "group" else (group_id, row)
 
     def denominators(self, facts: StepFacts, groups: set[int], lines: Sequence[Line]) -> Denominators:
         """Counts over all ranks of what takes part in ``groups``. Collective where a correction masks tokens."""
         settings = self.objective.settings
         if settings.denominator == "survivors" and self.objective.needs_logprobs_first:
-            mine = [line for line in lines if takes_part(line.advantage) and line.row.group_id in groups]
-            local = Denominators(0, 0, 0, 0)
-            if mine:
-                old = [_known(line.old_logprobs) for line in mine]
-                local = self.objective.surviving(self._objective_batch(mine, old, None))
-            parts = self.world.gather(local)
-            return Denominators(
-                tokens=sum(part.tokens for part in parts),
-                completions=sum(part.completions for part in parts),
-                trajectories=sum(part.trajectories for part in parts),
-                groups=sum(part.groups for part in parts),
-            )
+            mine = [
+                (_without_prompt(line), _known(line.old_logprobs))
+                for line in lines
+                if takes_part(line.advantage) and line.row.group_id in groups
+            ]
+            return self._surviving([entry for part in self.world.gather(mine) for entry in part])
         chosen = [index for index, group_id in enumerate(facts.rows.group_ids) if group_id in groups]
-        subset = StepRows(
-            rewards=[facts.rows.rewards[index] for index in chosen],
-            group_ids=[facts.rows.group_ids[index] for index in chosen],
-            trajectory_ids=[facts.rows.trajectory_ids[index] for index in chosen],
-            token_counts=[facts.rows.token_counts[index] for index in chosen],
-        )
+        subset = facts.rows.select(chosen)
         return step_denominators(subset, [facts.plan.advantages[index] for index in chosen])
 
-    def has_gradient(self, advantage: float | None) -> bool:
-        """Whether a row with this advantage can have coefficients other than zero."""
-        if not takes_part(advantage):
-            return False
-        return advantage != 0.0 or not self._zero_is_silent
+    def _surviving(self, entries: Sequence[tuple[Line, np.ndarray]]) -> Denominators:
+        if not entries:
+            return Denominators(0, 0, 0, 0)
+        lines, old = [line for line, _ in entries], [values for _, values in entries]
+        return self.objective.surviving(self._objective_batch(lines, old, None))
 
     def recompute_old_logprobs(self, lines: Sequence[Line]) -> None:
         """Log-probs under the current weights, without gradient, as each line's ``old_logprobs``."""
@@ -166,10 +183,10 @@ class StepRunner:
         Raises:
             NonFiniteError: loss or coefficients are not finite on some rank; raised on all of them.
         """
-        packed = pack_rows(self._items(lines), self.budget_tokens, keep_groups=self.coupled)
+        packed = pack_rows(self._items(lines), self.budget_tokens, keep_groups=self.unit == "group")
         coefficients: list[Tensor] | None = None
         loss = 0.0
-        if self.coupled and not self._groups_are_whole(packed, lines, facts):
+        if not self._units_are_whole(packed, lines, facts):
             loss, coefficients = self._coefficients_first(lines, denominators, totals)
         problem: str | None = None
         rounds = self._rounds(len(packed))
@@ -201,7 +218,7 @@ class StepRunner:
     def _coefficients_first(
         self, lines: Sequence[Line], denominators: Denominators, totals: StepTotals
     ) -> tuple[float, list[Tensor]]:
-        """Two-pass form of a group-coupled objective: log-probs of all ranks, then coefficients, of this rank's lines.
+        """The two-pass form: log-probs of all ranks, then coefficients, of this rank's lines.
 
         Every rank computes the same whole; rank 0 reports loss and metrics.
         """
@@ -223,18 +240,20 @@ class StepRunner:
             return result.loss, coefficients
         return 0.0, coefficients
 
-    def _groups_are_whole(self, packed: list[list[int]], lines: Sequence[Line], facts: StepFacts) -> bool:
-        """Whether each group of the update stands in one micro-batch, on every rank. Collective."""
-        taking_part: dict[int, int] = {}
-        for group_id, advantage in zip(facts.rows.group_ids, facts.plan.advantages, strict=True):
-            taking_part[group_id] = taking_part.get(group_id, 0) + self.has_gradient(advantage)
+    def _units_are_whole(self, packed: list[list[int]], lines: Sequence[Line], facts: StepFacts) -> bool:
+        """Whether what the objective mixes stands in one micro-batch, everywhere. Collective where it mixes rows."""
+        if self.unit == "row":
+            return True
+
+        def unit(group_id: int, trajectory_id: int) -> tuple[int, int]:
+            return (group_id, -1) if self.unit == "group" else (group_id, trajectory_id)
+
+        keys = zip(facts.rows.group_ids, facts.rows.trajectory_ids, strict=True)
+        total = Counter(unit(*key) for key, active in zip(keys, facts.active, strict=True) if active)
         whole = True
         for members in packed:
-            here: dict[int, int] = {}
-            for index in members:
-                group_id = lines[index].row.group_id
-                here[group_id] = here.get(group_id, 0) + 1
-            whole = whole and all(count == taking_part[group_id] for group_id, count in here.items())
+            here = Counter(unit(lines[index].row.group_id, lines[index].row.trajectory_id) for index in members)
+            whole = whole and all(count == total[key] for key, count in here.items())
         return all(self.world.gather(whole))
 
     def _logprobs(self, lines: Sequence[Line]) -> list[np.ndarray]:
@@ -275,6 +294,7 @@ class StepRunner:
 
         current = logprobs if isinstance(logprobs, Tensor) else padded(logprobs)
         mask = padded([line.row.loss_mask for line in lines])
+        offline = [line.row.offline for line in lines]
         assert current is not None
         assert mask is not None
         return ObjectiveBatch(
@@ -288,13 +308,15 @@ class StepRunner:
             rewards=_with_gaps([line.row.reward for line in lines], device),
             advantages=_with_gaps([line.advantage for line in lines], device),
             denominators=denominators,
+            offline=torch.tensor(offline, device=device) if any(offline) else None,
         )
 
     def _reward_kl(self, line: Line) -> float:
         def one(values: np.ndarray | None) -> Tensor:
             return torch.from_numpy(_known(values).copy())[None]
 
-        return float(reward_kl(one(line.old_logprobs), one(line.row.reference_logprobs), one(line.row.loss_mask))[0])
+        logprobs = one(line.old_logprobs), one(line.row.reference_logprobs)
+        return float(reward_kl(*logprobs, one(line.row.loss_mask), self.objective.settings.kl_estimator)[0])
 
 
 def is_silent_at_zero_advantage(objective: AnyObjective) -> bool:
@@ -332,8 +354,9 @@ def _with_gaps(values: Sequence[float | None], device: torch.device) -> Tensor:
 
 
 def _without_prompt(line: Line) -> Line:
-    """The line for other ranks, whose objective reads no prompt and no completion token."""
-    return Line(line.row, EMPTY_ROW, line.advantage, line.old_logprobs)
+    """The line for other ranks, whose objective reads no prompt and no completion."""
+    row = replace(line.row, prompt_tokens=EMPTY_ROW.prompt_tokens, completion_text="", metadata="{}")
+    return Line(row, EMPTY_ROW, line.advantage, line.old_logprobs)
 
 
 def _known(values: np.ndarray | None) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,12 @@ class CatalogEntry:
     """One line."""
     details: str = ""
     options: tuple[CatalogOption, ...] = ()
+    formula: str = ""
+    """One line beside the summary, where that is short enough for a list."""
+    source: str = ""
+    """Where its mathematics comes from."""
+    own: frozenset[str] = frozenset()
+    """Options that the others of its kind do not have, or have with another default."""
 
 
 def catalog(kind: str, name: str | None = None) -> list[CatalogEntry]:
@@ -62,30 +69,46 @@ def print_catalog(kind: str, name: str | None = None) -> None:
 
     console = Console()
     entries = catalog(kind, name)
-    if not entries:
-        console.print(f"no {kind}: no objective of this version takes one", highlight=False)
-        return
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for entry in entries:
-        table.add_row(escape(entry.name), escape(entry.summary))
+        lines = [entry.summary] if name is not None else [entry.summary, *_in_short(entry)]
+        table.add_row(escape(entry.name), escape("\n".join(lines)))
     console.print(table, highlight=False)
     if name is None:
+        shared = [option for option in entries[0].options if entries[0].own and option.name not in entries[0].own]
+        if shared:
+            console.print("\nOptions of all, where nothing else is said above:", highlight=False)
+            console.print(_options_table(shared), highlight=False)
         return
     entry = entries[0]
-    if entry.details:
-        console.print(f"\n{escape(entry.details)}", highlight=False)
+    for text in (entry.details, f"Source: {entry.source}" if entry.source else ""):
+        if text:
+            console.print(f"\n{escape(text)}", highlight=False)
     if entry.options:
-        options = Table(box=None, pad_edge=False)
-        options.add_column("option", style="bold", no_wrap=True)
-        options.add_column("default", no_wrap=True)
-        options.add_column("meaning", overflow="fold")
-        for option in entry.options:
-            meaning = f"{option.description} ({option.type})".strip()
-            options.add_row(escape(option.name), escape(option.default), escape(meaning))
         console.print()
-        console.print(options, highlight=False)
+        console.print(_options_table(entry.options), highlight=False)
+
+
+def _in_short(entry: CatalogEntry) -> list[str]:
+    """Its formula, its own options with their defaults, and its source."""
+    options = [f"{option.name}: {option.default}" for option in entry.options if option.name in entry.own]
+    return [line for line in (entry.formula, ", ".join(options), entry.source) if line]
+
+
+def _options_table(options: Sequence[CatalogOption]) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("option", style="bold", no_wrap=True)
+    table.add_column("default", no_wrap=True)
+    table.add_column("meaning", overflow="fold")
+    for option in options:
+        meaning = f"{option.description} ({option.type})".strip()
+        table.add_row(escape(option.name), escape(option.default), escape(meaning))
+    return table
 
 
 def _objectives() -> list[CatalogEntry]:
@@ -95,13 +118,26 @@ def _objectives() -> list[CatalogEntry]:
 
 
 def _objective(name: str, objective: Any) -> CatalogEntry:
-    summary, _, details = (objective.__doc__ or "").strip().partition("\n")
-    needs = ", ".join(sorted(objective(objective.Options()).needs)) or "nothing"
+    from learner.objectives import ObjectiveSettings
+
+    summary, _, details = inspect.cleandoc(objective.__doc__ or "").partition("\n")
+    text, marked, source = _joined(details).replace("Sources: ", "Source: ").rpartition("Source: ")
+    built = objective(objective.Options.model_construct())
+    facts = [
+        f"Log-probs it needs beside the policy's, with its defaults: {', '.join(sorted(built.needs)) or 'none'}.",
+        "Its gradient mixes the completions of a group." if built.coupling == "group" else "",
+        *(f"correction: {name} is refused: {why}." for name, why in objective.Options.refused_corrections.items()),
+    ]
+    shared = ObjectiveSettings.model_fields
+    fields = objective.Options.model_fields
+    own = frozenset(key for key, field in fields.items() if key not in shared or field.default != shared[key].default)
     return CatalogEntry(
         name=name,
         summary=summary.strip(),
-        details=f"{_joined(details)}\nLog-probs it needs beside the policy's, with its defaults: {needs}.".strip(),
-        options=tuple(_option(key, field) for key, field in objective.Options.model_fields.items()),
+        details="\n".join([text.strip() if marked else _joined(details), *filter(None, facts)]).strip(),
+        options=tuple(_option(key, fields[key]) for key in sorted(fields, key=lambda key: key not in own)),
+        source=source.strip().rstrip(".") if marked else "",
+        own=own,
     )
 
 
@@ -135,7 +171,33 @@ _PYTHON = {"None": "null", "True": "true", "False": "false"}
 
 
 def _divergences() -> list[CatalogEntry]:
-    return []
+    from learner.divergences import divergence_names, find_divergence
+
+    return [_divergence(find_divergence(name)) for name in divergence_names()]
+
+
+def _divergence(divergence: Any) -> CatalogEntry:
+    positive, negative = divergence.slopes_at_zero
+    formulas = [
+        ("f(u)", divergence.generator),
+        ("link g(r)", divergence.link),
+        ("conjugate f*(t)", divergence.conjugate),
+        ("a > 0: -g(r)", divergence.formulas[0]),
+        ("a < 0: f*(g(r))", divergence.formulas[1]),
+        ("slopes at r = 0", f"{positive:.3f}, {negative:+.3f}"),
+        (
+            "linear beyond |r| = 10",
+            ", ".join(f"a {'>' if side == 'positive' else '<'} 0" for side in divergence.tangent),
+        ),
+        ("hazard", divergence.hazard),
+    ]
+    width = max(len(label) for label, _ in formulas)
+    return CatalogEntry(
+        name=divergence.name,
+        summary=divergence.summary,
+        formula=f"a > 0: {divergence.formulas[0]}; a < 0: {divergence.formulas[1]}" if all(divergence.formulas) else "",
+        details="\n".join(f"{label:<{width}}  {text}" for label, text in formulas if text),
+    )
 
 
 def _written(value: Any) -> str:

@@ -21,8 +21,8 @@ from rollout_workers.actor import RolloutClient, WorkerPlan, create_rollout_acto
 from system import ray_session
 from system.control import start_control
 from system.logs import LOG_FOLDER_VARIABLE, QUIET_ENVIRONMENT, ROLE_VARIABLE
-from system.parts import LearnerPart, learner_plan, ledger_limits, probe_limit, probe_tokens
-from system.recipe import Plan, Recipe
+from system.parts import LearnerPart, PairSupply, learner_plan, ledger_limits, probe_limit, probe_tokens
+from system.recipe import Plan, Recipe, reference_settings
 from system.rollouts import RolloutWorkers
 from system.run import Parts
 from system.run_folder import RunFolder, RunRecord
@@ -59,11 +59,11 @@ async def open_parts(recipe: Recipe, plan: Plan, folder: RunFolder, record: RunR
             ],
         )
         opened.push_async_callback(pool.close)
-        workers = await _rollout_workers(recipe, plan, folder, record, stream, scorer)
+        workers, reference = await _rollout_workers(recipe, plan, folder, record, stream, scorer)
         opened.push_async_callback(workers.close)
         await _together(pool.start(), workers.start())
 
-        learner = LearnerPart(pool, _backend(plan))
+        learner = LearnerPart(pool, _backend(plan), await PairSupply.open(plan, reference))
         sync = WeightSync(
             learner, workers, deadline_s=recipe.sync.deadline_s, bucket_bytes=recipe.sync.bucket_bytes,
             probe_tokens=probe_tokens(recipe, prompts), limit=probe_limit(recipe, record),
@@ -73,7 +73,7 @@ async def open_parts(recipe: Recipe, plan: Plan, folder: RunFolder, record: RunR
 
 async def _rollout_workers(
     recipe: Recipe, plan: Plan, folder: RunFolder, record: RunRecord, stream: StreamClient, scorer: Any
-) -> RolloutWorkers:
+) -> tuple[RolloutWorkers, ReferenceClient | None]:
     """The rollout workers, not started yet; engines start while the reference model loads."""
     actors: list[Any] = []
     if plan.needs_reference:
@@ -82,7 +82,7 @@ async def _rollout_workers(
             _options(folder, f"reference-{index}", plan.placement.reference_gpus_each)
             for index in range(recipe.reference.workers)
         ]
-        actors = await start_reference_actors(recipe.model, settings, recipe.rollout.temperature, options)
+        actors = await start_reference_actors(reference_settings(recipe), settings, recipe.rollout.temperature, options)
     reference = ReferenceFactory(tuple(actors), recipe.reference.deadline_s) if actors else None
 
     def build(name: str) -> RolloutClient:
@@ -93,7 +93,7 @@ async def _rollout_workers(
         )  # fmt: skip
         return create_rollout_actor(worker_plan, **_options(folder, name, plan.placement.rollout_gpus_each))
 
-    return RolloutWorkers(
+    workers = RolloutWorkers(
         [f"rollout-{index}" for index in range(recipe.rollout.workers)],
         build,
         stream,
@@ -101,6 +101,7 @@ async def _rollout_workers(
         restarts=recipe.rollout.restarts,
         start_deadline_s=recipe.rollout.start_deadline_s,
     )
+    return workers, None if reference is None else reference()
 
 
 @dataclass(frozen=True)

@@ -93,13 +93,16 @@ class GroupLedger:
         incarnation: int,
         now_s: float,
         unscored_cause: str = "",
+        silent_cause: str = "all rewards equal",
     ) -> Verdict:
         """Accepts a finished group once, from the worker that holds its lease.
 
         Args:
             oldest_version: of the group's tokens.
             scored: trajectories with a reward.
+            zero_signal: whether the rewards say nothing.
             unscored_cause: why others have none.
+            silent_cause: what they are where they say nothing.
         Returns:
             ``"ready"``; ``"late_twin"``: already handed in or gone; ``"revoked"``: the lease is no longer this
             worker's, or of an earlier incarnation; or the reason it was dropped for.
@@ -122,7 +125,7 @@ class GroupLedger:
             cause = f"{scored} trajectories scored, {self.limits.min_scored} needed. {unscored_cause}"
             return self._drop(entry, "too_few_scored", cause.rstrip())
         if zero_signal and self.limits.refill_zero_signal:
-            return self._drop(entry, "zero_signal", "all rewards equal")
+            return self._drop(entry, "zero_signal", silent_cause)
         if oldest_version < self.version - self.limits.max_staleness:
             return self._drop(entry, "too_old", f"tokens of version {oldest_version} at version {self.version}")
         entry.state, entry.version, entry.since_s = "ready", oldest_version, now_s

@@ -20,6 +20,9 @@ UNCHARGED_REASONS: frozenset[DropReason] = frozenset({"cancelled", "too_old"})
 """Not the group's fault: issued again without using up an attempt."""
 
 
+SILENT_CAUSES_TOLD = 3
+
+
 @dataclass(frozen=True)
 class LedgerLimits:
     """What the ledger enforces.
@@ -38,6 +41,9 @@ class LedgerLimits:
     refill_limit: int = 8
     """A step may lose ``refill_limit x groups_per_step`` groups while it is being filled."""
     refill_zero_signal: bool = False
+    """Whether groups whose rewards say nothing are dropped, so that the next prompts take their place."""
+    refill_margin: float = 0.0
+    """Rewards that differ by less than this say nothing either."""
     min_scored: int = 2
     """Scored trajectories that a group needs."""
     steps: int | None = None
@@ -109,10 +115,13 @@ class Losses:
     def __init__(self, limits: LedgerLimits) -> None:
         self._limits = limits
         self._reasons: Counter[DropReason] = Counter()
+        self._silent: Counter[str] = Counter()
         self._last = ""
 
     def record(self, group_id: int, reason: DropReason, cause: str) -> None:
         self._reasons[reason] += 1
+        if reason == "zero_signal":
+            self._silent[cause] += 1
         self._last = f"group {group_id} {reason}: {cause}"
 
     @property
@@ -124,7 +133,8 @@ class Losses:
 
     def __str__(self) -> str:
         numbers = ", ".join(f"{reason} {number}" for reason, number in self._reasons.most_common())
-        return f"{numbers} (last: {self._last})"
+        silent = "".join(f"{cause} in {number}, " for cause, number in self._silent.most_common(SILENT_CAUSES_TOLD))
+        return f"{numbers} ({silent}last: {self._last})"
 
     def error(self, step: int, ready: int) -> TriptychError:
         """Why ``step`` cannot be filled: the data's doing when most losses were filtered, else the infrastructure's."""
@@ -135,7 +145,10 @@ class Losses:
             f"{limits.refill_limit} x {limits.groups_per_step}"
         )
         if 2 * sum(self._reasons[reason] for reason in FINAL_REASONS) >= total:
-            mend = "Prompts of other difficulty, a larger group_size or a larger refill_limit would help"
+            mend = (
+                "Prompts that the policy answers right some of the time, a larger rollout.group_size or a larger "
+                "stream.refill_limit would help; objective.zero_variance: keep trains such groups with advantage 0"
+            )
             if 2 * self._reasons["too_few_scored"] >= total:
                 mend = "The rewards could not judge these answers: mend the reward named last"
             return DataError(f"{text}. {mend}")

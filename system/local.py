@@ -19,8 +19,8 @@ from rollout_workers.engine import LocalEngine
 from rollout_workers.fleet import TransferPlan
 from rollout_workers.worker import RolloutWorker
 from system.core.clock import RealClock
-from system.parts import LearnerPart, learner_plan, ledger_limits, probe_limit, probe_tokens
-from system.recipe import Plan, Recipe
+from system.parts import LearnerPart, PairSupply, learner_plan, ledger_limits, probe_limit, probe_tokens
+from system.recipe import Plan, Recipe, reference_settings
 from system.run import Parts
 from system.run_folder import RunFolder, RunRecord
 from system.stream import StreamCore
@@ -81,7 +81,7 @@ async def open_parts(recipe: Recipe, plan: Plan, folder: RunFolder, record: RunR
         reference = None
         if plan.needs_reference:
             settings = recipe.reference.model_copy(update={"threads": plan.placement.reference_threads})
-            reference = ReferenceWorker(recipe.model, settings, recipe.rollout.temperature)
+            reference = ReferenceWorker(reference_settings(recipe), settings, recipe.rollout.temperature)
             await reference.start()
             opened.push_async_callback(reference.close)
 
@@ -96,7 +96,7 @@ async def open_parts(recipe: Recipe, plan: Plan, folder: RunFolder, record: RunR
         running = asyncio.create_task(worker.run(), name="rollout worker")
         opened.push_async_callback(_stop, worker, running)
 
-        learner = LearnerPart(pool, "inline")
+        learner = LearnerPart(pool, "inline", await PairSupply.open(plan, reference))
         rollouts = LocalRollouts(worker, running)
         sync = WeightSync(
             learner, rollouts, deadline_s=recipe.sync.deadline_s, bucket_bytes=recipe.sync.bucket_bytes,

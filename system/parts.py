@@ -6,18 +6,21 @@ and factories carry one room's behaviour into another's process.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from learner.pool import LearnerPool
 from learner.rank import LearnerPlan, StepReport
-from system.core.protocols import Prompt
+from system.core.protocols import Prompt, Reference, TokenRow
 from system.core.records import Group
 from system.core.weights.sender import SenderBackend
 from system.core.weights.wire import Endpoint, Manifest
 from system.ledger_facts import LedgerLimits
 from system.probe import ProbeLimit
-from system.recipe import Plan, Recipe
+from system.prompts.pairs import OfflinePairs
+from system.recipe import Plan, Recipe, build_objective_of
 from system.run_folder import RunRecord
 
 PROBE_TOKENS = 48
@@ -27,12 +30,15 @@ LEARNER_FOLDER, MODEL_FOLDER = "learner", "hf"
 class LearnerPart:
     """The learner pool as the loop (``step``, ``save``, ``load``) and the weight sync see it."""
 
-    def __init__(self, pool: LearnerPool, backend: SenderBackend) -> None:
+    def __init__(self, pool: LearnerPool, backend: SenderBackend, pairs: PairSupply | None = None) -> None:
         self.pool = pool
         self._backend: SenderBackend = backend
+        self._pairs = pairs
 
     async def step(self, groups: Sequence[bytes], step: int, version: int) -> StepReport:
-        return await self.pool.step([Group.from_bytes(payload) for payload in groups], step, version)
+        sampled = [Group.from_bytes(payload) for payload in groups]
+        paired = [] if self._pairs is None else await self._pairs.groups(step)
+        return await self.pool.step(sampled + paired, step, version)
 
     async def save(self, folder: Path) -> None:
         """All that a resume needs, and the policy as a plain Hugging Face folder."""
@@ -65,6 +71,33 @@ class LearnerPart:
         return await self.pool.probe(tokens)
 
 
+class PairSupply:
+    """The offline pairs of each step, with their reference log-probs where there is a reference."""
+
+    def __init__(self, pairs: OfflinePairs, pairs_per_step: int, reference: Reference | None) -> None:
+        self._pairs = pairs
+        self._pairs_per_step = pairs_per_step
+        self._reference = reference
+
+    @staticmethod
+    async def open(plan: Plan, reference: Reference | None) -> PairSupply | None:
+        """None where the objective takes no pairs."""
+        if plan.pairs is None:
+            return None
+        return PairSupply(await asyncio.to_thread(plan.pairs), plan.pairs.pairs_per_step, reference)
+
+    async def groups(self, step: int) -> list[Group]:
+        """The same for the same step, also after a return to a checkpoint."""
+        first = step * self._pairs_per_step
+        positions = range(first, first + self._pairs_per_step)
+        groups = await asyncio.to_thread(lambda: [self._pairs.group(position) for position in positions])
+        if self._reference is None:
+            return groups
+        asked = [TokenRow(row.prompt_tokens, row.completion_tokens) for group in groups for row in group.rows]
+        logprobs = iter(await self._reference.logprobs(asked))
+        return [Group(tuple(replace(row, reference_logprobs=next(logprobs)) for row in group.rows)) for group in groups]
+
+
 def learner_plan(recipe: Recipe, plan: Plan) -> LearnerPlan:
     """What every learner rank is made of."""
     updates = recipe.run.steps * recipe.learner.epochs_per_step * recipe.learner.minibatches_per_step
@@ -80,13 +113,15 @@ def learner_plan(recipe: Recipe, plan: Plan) -> LearnerPlan:
 
 def ledger_limits(recipe: Recipe) -> LedgerLimits:
     """The stream's rules for this recipe."""
+    options = build_objective_of(recipe).settings
     return LedgerLimits(
         groups_per_step=recipe.stream.groups_per_step,
         max_staleness=recipe.stream.max_staleness,
         deadline_s=recipe.rollout.deadline_s,
         attempts=recipe.rollout.attempts,
         refill_limit=recipe.stream.refill_limit,
-        refill_zero_signal=recipe.objective.options.get("zero_variance") == "refill",
+        refill_zero_signal=options.zero_variance == "refill",
+        refill_margin=options.reward_margin,
         steps=recipe.run.steps,
     )
 

@@ -10,22 +10,31 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from learner.advantages import Denominators, StepRows, count_groups, step_advantages, step_denominators, takes_part
-from learner.corrections import RULES, Correction, correct
-from learner.kl import LOG_RATIO_LIMIT, bounded_exp, clamped_tokens, kl_estimate, kl_k3, reward_kl
+from learner.advantages import (
+    Denominators,
+    StepRows,
+    pair_signs,
+    step_advantages,
+    step_denominators,
+)
+from learner.corrections import RULES, Correction, Drift, correct
+from learner.kl import kl_estimate, reward_kl
 from learner.objectives.batch import ObjectiveBatch
+from learner.objectives.common_metrics import measure_groups, measure_ratios
 from learner.objectives.inputs import LossInputs
+from learner.objectives.masking import Mask
 from learner.objectives.metrics import MetricCollector, MetricSums
 from learner.objectives.settings import Aggregation, ObjectiveSettings, TokenSettings
 from system.core.errors import ConfigError
 
 LogprobKind = Literal["old", "reference", "rollout"]
+Unit = Literal["row", "trajectory", "group"]
 OptionsT = TypeVar("OptionsT", bound=ObjectiveSettings)
 TokenOptionsT = TypeVar("TokenOptionsT", bound=TokenSettings)
 
@@ -55,7 +64,8 @@ class StepPlan:
     """Per row, in order; None: the row takes no part, so its forward and backward pass can be skipped."""
     denominators: Denominators
     sums: MetricSums
-    """zero_signal_share, too_few_scored, null_trajectories, advantage_abs_mean, rows_left_out."""
+    """zero_signal_share, too_few_scored, null_trajectories, advantage_abs_mean, rows_left_out; with a margin
+    margin_kept_share, with a soft overlong penalty overlong_penalty_mean."""
 
 
 class Objective(ABC, Generic[OptionsT]):
@@ -63,13 +73,20 @@ class Objective(ABC, Generic[OptionsT]):
 
     name: ClassVar[str]
     Options: ClassVar[type[ObjectiveSettings]] = ObjectiveSettings
-    coupling: ClassVar[Literal["completion", "group"]] = "completion"
-    """What the gradient mixes: ``completion`` can be cut anywhere, ``group`` needs whole groups in a batch."""
-    needs_rewards: ClassVar[bool] = True
+    coupling: Literal["completion", "group"] = "completion"
+    """What the gradient mixes: ``completion`` can be cut anywhere, ``group`` needs whole groups in a batch, as it
+    does with ``lone_responses: drop``."""
+    needs_rewards: bool = True
     """False where ``advantages`` is overridden to do without them; null rewards leave the loss either way."""
+    needs_teacher: ClassVar[bool] = False
+    """Whether the reference must be another model than the policy at its start."""
+    takes_pairs: ClassVar[bool] = False
+    """Whether it learns from offline pairs (``LossInputs.pairs``) beside the run's own groups."""
 
     def __init__(self, settings: OptionsT) -> None:
         self.settings = settings
+        if settings.lone_responses == "drop":
+            self.coupling = "group"
 
     @abstractmethod
     def loss(self, inputs: LossInputs) -> Tensor:
@@ -100,15 +117,32 @@ class Objective(ABC, Generic[OptionsT]):
                 "set it to 2 or more"
             )
 
+    def check_passes(self, epochs: int, minibatches: int) -> None:
+        """Refuses more updates per step than the objective bears.
+
+        Args:
+            epochs: passes over the groups of a step.
+            minibatches: updates per pass.
+        Raises:
+            ConfigError: with the mend.
+        """
+
     @property
     def needs(self) -> frozenset[LogprobKind]:
         """Log-probs a batch should hold. ``old`` left out means the current ones, the others are required."""
         needed = set(self.policy_needs)
+        if self.settings.correction == "bypass":
+            needed -= {"old"}
         if self.settings.kl_coefficient > 0.0:
             needed |= {"reference"} if self.settings.kl_where == "loss" else {"reference", "old"}
         if self.settings.correction != "none":
-            needed |= {"rollout", "old"}
+            needed |= {"rollout"}
         return frozenset(needed)
+
+    @property
+    def unit(self) -> Unit:
+        """The least that a batch must hold whole: a trajectory may have several rows, where it was cut in segments."""
+        return "group" if self.coupling == "group" else "trajectory"
 
     @property
     def needs_logprobs_first(self) -> bool:
@@ -121,37 +155,22 @@ class Objective(ABC, Generic[OptionsT]):
         return self.settings.denominator == "survivors" and rule is not None and rule.masks
 
     def advantages(self, rows: StepRows) -> list[float | None]:
-        """The advantage of every row of a step, None where it takes no part."""
-        options = self.settings
-        return step_advantages(
-            rows,
-            estimator=options.advantage,
-            ddof=options.ddof,
-            eps=options.eps,
-            zero_variance=options.zero_variance,
-            unbiased_variance=options.unbiased_variance,
-            kl_coefficient=options.kl_coefficient if options.has_kl_in_reward else 0.0,
-        )
+        """The advantage of every row the run sampled in a step, None where it takes no part."""
+        return step_advantages(rows, **self.settings.advantage_options)
 
     def prepare(self, rows: StepRows) -> StepPlan:
         """Advantages, denominators and group metrics of a whole step.
 
         When a step has several updates, each divides by ``step_denominators`` of its own rows, with these advantages.
         """
-        advantages = self.advantages(rows)
-        counts = count_groups(rows)
-        part = [abs(value) for value in advantages if value is not None and takes_part(value)]
-        sums = MetricSums(
-            sums={
-                "zero_signal_share": (counts.zero_signal, counts.groups),
-                "advantage_abs_mean": (sum(part), len(part)),
-            },
-            totals={
-                "too_few_scored": counts.too_few_scored,
-                "null_trajectories": counts.null_trajectories,
-                "rows_left_out": len(rows) - len(part),
-            },
-        )
+        offline = rows.offline or [False] * len(rows)
+        sampled, paired = ([index for index, flag in enumerate(offline) if flag == wanted] for wanted in (False, True))
+        own = rows.select(sampled)
+        advantages: list[float | None] = [None] * len(rows)
+        for indices, values in ((sampled, self.advantages(own)), (paired, pair_signs(rows.select(paired)))):
+            for index, value in zip(indices, values, strict=True):
+                advantages[index] = value
+        sums = measure_groups(own, [advantages[index] for index in sampled], self.settings)
         return StepPlan(tuple(advantages), step_denominators(rows, advantages), sums)
 
     def __call__(self, batch: ObjectiveBatch) -> ObjectiveResult:
@@ -168,15 +187,16 @@ class Objective(ABC, Generic[OptionsT]):
                     kl_estimate(self.settings.kl_estimator, inputs.reference_log_ratio(), inputs.ratio),
                     *self.kl_aggregation,
                 )
-            coefficients = torch.zeros_like(inputs.logprobs, requires_grad=False)
+            coefficients = None
             if loss.requires_grad:
-                (gradient,) = torch.autograd.grad(loss, inputs.logprobs, allow_unused=True)
-                if gradient is not None:
-                    coefficients = torch.where(inputs.mask, gradient, coefficients)
+                (coefficients,) = torch.autograd.grad(loss, inputs.leaf, allow_unused=True)
+            if coefficients is None:
+                coefficients = torch.zeros_like(inputs.leaf, requires_grad=False)
+            coefficients = inputs.trained.keep(coefficients)
         with torch.no_grad():
             collector = MetricCollector()
             collector.total("loss", loss)
-            _measure_ratios(inputs, collector)
+            measure_ratios(inputs, collector)
             self.measure(inputs, collector)
             sums = collector.read()
         value = sums.totals.pop("loss")
@@ -193,11 +213,8 @@ class Objective(ABC, Generic[OptionsT]):
         self._require(batch)
         device, dtype = batch.logprobs.device, _float_dtype(batch.logprobs)
 
-        def clean(values: Tensor | None, mask: Tensor) -> Tensor | None:
-            if values is None:
-                return None
-            numbers = values.detach().to(device, dtype)
-            return torch.where(mask, numbers, torch.zeros_like(numbers))
+        def given(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values.detach().to(device, dtype)
 
         written = batch.mask.to(device)
         plan: StepPlan | None = None
@@ -207,40 +224,76 @@ class Objective(ABC, Generic[OptionsT]):
             if self.settings.has_kl_in_reward:
                 assert batch.reference_logprobs is not None
                 old = batch.logprobs if batch.old_logprobs is None else batch.old_logprobs
-                kl = reward_kl(old.to(device, dtype), batch.reference_logprobs.to(device, dtype), written)
+                kl = reward_kl(
+                    old.to(device, dtype),
+                    batch.reference_logprobs.to(device, dtype),
+                    written,
+                    self.settings.kl_estimator,
+                )
             plan = self.prepare(batch.step_rows(kl))
             advantages = _as_tensor(plan.advantages)
         advantages = advantages.detach().to(device, dtype)
         part = ~advantages.isnan()
         if batch.rewards is not None:
             part = part & batch.rewards.to(device).isfinite()
-        mask = written & part[:, None]
+        offline = torch.zeros_like(part) if batch.offline is None else batch.offline.to(device)
+        trained = Mask(written & part[:, None])
+        tokens = trained if batch.offline is None else Mask(trained.where & ~offline[:, None])
 
-        leaf = clean(batch.logprobs, mask)
+        leaf, old, rollout = given(batch.logprobs), given(batch.old_logprobs), given(batch.rollout_logprobs)
         assert leaf is not None
         assert batch.trajectory_ids is not None
-        old_logprobs = clean(batch.old_logprobs, mask)
-        rollout = clean(batch.rollout_logprobs, mask)
-        current = leaf.clone() if old_logprobs is None else old_logprobs
-        correction = self._correct(current, rollout, mask)
-        counted = correction.kept & mask if correction and self.settings.denominator == "survivors" else mask
-        leaf.requires_grad_()
-        offline = torch.zeros_like(part) if batch.offline is None else batch.offline.to(device)
-        return LossInputs(
-            logprobs=leaf,
-            old=current,
-            reference=clean(batch.reference_logprobs, mask),
-            rollout=rollout,
-            mask=mask,
-            counted=counted,
+        leaf = (leaf.clone() if leaf.is_inference() else leaf).requires_grad_()
+        if self.settings.correction == "bypass" and rollout is not None:
+            old = rollout
+        inputs = LossInputs(
+            leaf=leaf,
+            given_old=old,
+            given_reference=given(batch.reference_logprobs),
+            given_rollout=rollout,
+            trained=trained,
+            tokens=tokens,
+            counted=tokens,
             advantages=torch.where(part, advantages, torch.zeros_like(advantages))[:, None],
             rewards=None if batch.rewards is None else batch.rewards.to(device, dtype),
             group_ids=batch.group_ids.to(device),
             trajectory_ids=batch.trajectory_ids.to(device),
-            offline=offline,
-            denominators=batch.denominators or _count(counted, batch.group_ids, batch.trajectory_ids),
+            lengths=None if batch.lengths is None else batch.lengths.to(device),
+            denominators=batch.denominators or Denominators(0, 0, 0, 0),
+            correction=None,
+        )
+        correction = self._correct(inputs)
+        counted = tokens
+        if correction is not None and self.settings.denominator == "survivors":
+            counted = Mask(correction.kept & tokens.where)
+        inputs = replace(
+            inputs,
+            counted=counted,
             correction=correction,
-        ), plan
+            denominators=batch.denominators
+            or _count(torch.where(offline[:, None], trained.where, counted.where), batch),
+        )
+        if batch.offline is None:
+            return inputs, plan
+        paired = Mask(trained.where & offline[:, None])
+        return replace(inputs, pairs=replace(inputs, tokens=paired, counted=paired, correction=None)), plan
+
+    @torch.no_grad()
+    def _correct(self, inputs: LossInputs) -> Correction | None:
+        options, sampler = self.settings, inputs.given_rollout
+        if options.correction not in RULES or sampler is None:
+            return None
+        leaf = inputs.leaf.detach()
+        drift = Drift(
+            inputs.tokens.difference(leaf if inputs.given_old is None else inputs.given_old, sampler),
+            inputs.tokens.difference(leaf, sampler),
+            inputs.mask,
+            inputs.advantages,
+            inputs.group_ids,
+            inputs.trajectory_ids,
+        )
+        drop_lone = options.lone_responses == "drop"
+        return correct(options.correction, drift, options.correction_low, options.correction_high, drop_lone)
 
     def _require(self, batch: ObjectiveBatch) -> None:
         needed = set(self.needs)
@@ -249,14 +302,10 @@ class Objective(ABC, Generic[OptionsT]):
         for kind, logprobs in (("reference", batch.reference_logprobs), ("rollout", batch.rollout_logprobs)):
             if kind in needed and logprobs is None:
                 raise ValueError(f"objective {self.name} with these options needs {kind}_logprobs; hand them in")
+        if batch.offline is not None and not self.takes_pairs and bool(batch.offline.any()):
+            raise ValueError(f"objective {self.name} learns from no offline pairs; leave out rows with offline=True")
         if self.needs_rewards and batch.rewards is None and batch.advantages is None:
             raise ValueError(f"objective {self.name} needs rewards or advantages; hand in one of them")
-
-    def _correct(self, old: Tensor, rollout: Tensor | None, mask: Tensor) -> Correction | None:
-        options = self.settings
-        if options.correction == "none" or rollout is None:
-            return None
-        return correct(options.correction, old, rollout, mask, options.correction_low, options.correction_high)
 
 
 class TokenObjective(Objective[TokenOptionsT]):
@@ -264,12 +313,25 @@ class TokenObjective(Objective[TokenOptionsT]):
 
     Options: ClassVar[type[ObjectiveSettings]] = TokenSettings
 
+    @property
+    def unit(self) -> Unit:
+        rule = RULES.get(self.settings.correction)
+        by_row = super().unit == "trajectory" and (rule is None or rule.scope == "token")
+        return "row" if by_row else super().unit
+
     @abstractmethod
     def token_loss(self, inputs: LossInputs) -> Tensor:
         """[rows, T], before correction and aggregation; values outside the mask do not matter."""
 
+    def row_losses(self, inputs: LossInputs) -> Tensor:
+        """[rows] sums of the token losses under correction and mask.
+
+        An objective may override it with an equal form that takes fewer passes over memory.
+        """
+        return inputs.tokens.row_sums(inputs.corrected(self.token_loss(inputs)))
+
     def loss(self, inputs: LossInputs) -> Tensor:
-        return inputs.aggregate(inputs.corrected(self.token_loss(inputs)), *self.kl_aggregation)
+        return inputs.aggregate_rows(self.row_losses(inputs), *self.kl_aggregation)
 
     @property
     def kl_aggregation(self) -> tuple[Aggregation, int | None]:
@@ -287,34 +349,6 @@ def _as_tensor(advantages: Sequence[float | None]) -> Tensor:
     return torch.tensor([float("nan") if value is None else value for value in advantages], dtype=torch.float64)
 
 
-def _count(counted: Tensor, group_ids: Tensor, trajectory_ids: Tensor) -> Denominators:
-    per_row = counted.sum(dim=1).tolist()
-    rows = StepRows([None] * len(per_row), group_ids.tolist(), trajectory_ids.tolist(), per_row)
-    return step_denominators(rows, [0.0] * len(per_row))
-
-
-def _measure_ratios(inputs: LossInputs, metrics: MetricCollector) -> None:
-    """The common metrics.
-
-    ratio_mean and ess compare the current policy with whoever sampled: the engine where its log-probs are known,
-    else the policy at the start of the pass. The latter's drift is update_log_ratio_*.
-    """
-    mask, logprobs = inputs.mask, inputs.logprobs.detach()
-    drift = (logprobs - inputs.old).abs()
-    metrics.mean("update_log_ratio_abs_mean", drift, mask)
-    metrics.maximum("update_log_ratio_abs_max", drift, mask)
-    sampler_log_ratio = logprobs - (inputs.old if inputs.rollout is None else inputs.rollout)
-    weights = bounded_exp(sampler_log_ratio)
-    metrics.mean("ratio_mean", weights, mask)
-    metrics.effective_share("ess", weights, mask)
-    metrics.mean("log_ratio_abs_mean", sampler_log_ratio.abs(), mask)
-    metrics.maximum("log_ratio_abs_max", sampler_log_ratio.abs(), mask)
-    metrics.total("ratio_clamped", (sampler_log_ratio.abs() > LOG_RATIO_LIMIT) & mask)
-    if inputs.reference is not None:
-        delta = logprobs - inputs.reference
-        metrics.mean("kl_reference", kl_k3(delta), mask)
-        metrics.total("kl_clamped", clamped_tokens(delta, mask))
-    if inputs.correction is not None:
-        metrics.mean("correction_truncated_share", inputs.correction.truncated, mask)
-        metrics.mean("correction_masked_share", ~inputs.correction.kept, mask)
-        metrics.mean("correction_weight_mean", inputs.correction.weights, mask)
+def _count(counted: Tensor, batch: ObjectiveBatch) -> Denominators:
+    rows = replace(batch, mask=counted.to(batch.mask.device)).step_rows()
+    return step_denominators(rows, [0.0] * len(batch))

@@ -46,6 +46,8 @@ class ObjectiveBatch:
     """Counts of the whole update; None: counted in this batch."""
     offline: Tensor | None = None
     """[rows] bool, rows of offline pairs."""
+    lengths: Tensor | None = None
+    """[rows] int64, generated tokens, masked or not; None: those under the mask."""
 
     def __post_init__(self) -> None:
         if self.logprobs.ndim != 2:
@@ -95,6 +97,7 @@ class ObjectiveBatch:
             loss_mask: False for tokens the policy did not write; default: all tokens.
             advantages: None for a completion that takes no part; default: from the rewards.
             denominators: of the whole update; default: counted from the lists.
+            offline: True for the rows of offline pairs: groups of two, the chosen row with the higher reward.
             dtype: of all log-probs.
         Raises:
             ValueError: lists of different lengths, with the argument and the row.
@@ -127,6 +130,7 @@ class ObjectiveBatch:
             advantages=numbers("advantages", advantages),
             denominators=denominators,
             offline=None if offline is None else integers("offline", offline).bool(),
+            lengths=torch.tensor(lengths, dtype=torch.int64),
         )
 
     def select(self, rows: Sequence[int]) -> ObjectiveBatch:
@@ -143,12 +147,18 @@ class ObjectiveBatch:
         """The facts from which advantages and denominators follow, read from the device."""
         assert self.trajectory_ids is not None
         rewards = [math.nan] * len(self) if self.rewards is None else self.rewards.tolist()
+        reference = self.reference_logprobs
         return StepRows(
             rewards=[value if math.isfinite(value) else None for value in rewards],
             group_ids=self.group_ids.tolist(),
             trajectory_ids=self.trajectory_ids.tolist(),
             token_counts=self.mask.sum(dim=1).tolist(),
             kl=None if kl is None else kl.tolist(),
+            lengths=None if self.lengths is None else self.lengths.tolist(),
+            offline=None if self.offline is None else self.offline.tolist(),
+            reference_logprobs=None
+            if reference is None
+            else torch.where(self.mask, reference.double(), 0.0).sum(dim=1).tolist(),
         )
 
 

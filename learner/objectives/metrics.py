@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from learner.objectives.masking import Mask
+
 
 @dataclass(frozen=True)
 class MetricSums:
@@ -37,7 +39,9 @@ class MetricSums:
     def means(self) -> dict[str, float]:
         """One number per metric; a mean over nothing is left out."""
         values = {name: total / count for name, (total, count) in self.sums.items() if count > 0}
-        values |= {name: first**2 / (n * second) for name, (n, first, second) in self.moments.items() if second > 0}
+        values |= {
+            name: first**2 / (n * second) for name, (n, first, second) in self.moments.items() if n and second > 0
+        }
         return values | self.totals | self.maxima
 
 
@@ -49,7 +53,10 @@ def _merged(left, right, combine):
 
 
 class MetricCollector:
-    """Gathers metrics of one batch as tensors; masks are bool and of the values' shape."""
+    """Gathers metrics of one batch as tensors.
+
+    A mask is bool or a ``Mask``, of the values' shape. What ends in ``_of`` takes numbers that are 0 outside the mask.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
@@ -57,23 +64,42 @@ class MetricCollector:
         self._maxima: dict[str, Tensor] = {}
         self._moments: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def mean(self, name: str, values: Tensor, mask: Tensor) -> None:
+    def mean(self, name: str, values: Tensor, mask: Tensor | Mask) -> None:
         """Mean of ``values`` where ``mask`` holds; bool values give a share."""
-        self._sums[name] = (_masked(values, mask).sum(), mask.sum())
+        where = mask if isinstance(mask, Mask) else Mask(mask)
+        if values.dtype == torch.bool:
+            self._sums[name] = torch.count_nonzero(values & where.where), torch.count_nonzero(where.where)
+        else:
+            self.mean_of(name, where.keep(values.detach()), torch.count_nonzero(where.where))
+
+    def mean_of(self, name: str, values: Tensor, count: Tensor) -> None:
+        """Sum of ``values`` over ``count``."""
+        self._sums[name] = _sum(values), count
 
     def total(self, name: str, values: Tensor) -> None:
         """Sum of ``values``."""
         self._totals[name] = values.detach().sum()
 
-    def maximum(self, name: str, values: Tensor, mask: Tensor) -> None:
+    def maximum(self, name: str, values: Tensor, mask: Tensor | Mask) -> None:
         """Largest of non-negative ``values`` where ``mask`` holds; 0 over nothing."""
-        chosen = _masked(values, mask)
-        self._maxima[name] = chosen.amax() if chosen.numel() else chosen.sum()
+        where = mask if isinstance(mask, Mask) else Mask(mask)
+        chosen = where.keep(values.detach())
+        self.maximum_of(name, chosen.amax() if chosen.numel() else chosen.sum())
 
-    def effective_share(self, name: str, weights: Tensor, mask: Tensor) -> None:
+    def maximum_of(self, name: str, value: Tensor) -> None:
+        """A scalar."""
+        self._maxima[name] = value
+
+    def effective_share(self, name: str, weights: Tensor, mask: Tensor | Mask) -> None:
         """Effective sample size of importance weights, as a share of their number."""
-        chosen = _masked(weights, mask)
-        self._moments[name] = (mask.sum(), chosen.sum(), chosen.square().sum())
+        where = mask if isinstance(mask, Mask) else Mask(mask)
+        kept = where.keep(weights.detach())
+        squares = torch.linalg.vector_norm(kept, dim=-1).square()
+        self.effective_share_of(name, kept, squares, torch.count_nonzero(where.where))
+
+    def effective_share_of(self, name: str, weights: Tensor, squares: Tensor, count: Tensor) -> None:
+        """Of weights and of their squares, each summed over all their dimensions."""
+        self._moments[name] = count, _sum(weights), _sum(squares)
 
     def read(self) -> MetricSums:
         """Everything collected, in one transfer from the device."""
@@ -91,6 +117,7 @@ class MetricCollector:
         )
 
 
-def _masked(values: Tensor, mask: Tensor) -> Tensor:
-    numbers = values.detach().double()
-    return torch.where(mask, numbers, torch.zeros_like(numbers))
+def _sum(values: Tensor) -> Tensor:
+    """Scalar float64: rows are summed in their own precision, then together."""
+    numbers = values.detach()
+    return (numbers.sum(dim=-1) if numbers.ndim > 1 else numbers).sum(dtype=torch.float64)

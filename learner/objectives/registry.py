@@ -6,20 +6,17 @@ listed anywhere. Every failure to find, load or configure one is a ``ConfigError
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.util
 import inspect
 import pkgutil
-import sys
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import learner.objectives as package
 from learner.objectives.base import AnyObjective, Objective
+from learner.plugins import installed, load_entry_point, load_file
 from system.core.errors import ConfigError, nearest
 from system.core.settings import parse_settings
 
@@ -29,7 +26,7 @@ ENTRY_POINT_GROUP = "triptych.objectives"
 
 def objective_names() -> list[str]:
     """Names that ``build_objective`` knows without a file, sorted."""
-    return sorted({*_built_in(), *_installed()})
+    return sorted({*_built_in(), *installed(ENTRY_POINT_GROUP)})
 
 
 def objective_class(name: str, file: str | Path | None = None) -> type[AnyObjective]:
@@ -45,9 +42,10 @@ def objective_class(name: str, file: str | Path | None = None) -> type[AnyObject
         return _from_file(name, Path(file))
     if name in _built_in():
         return _built_in()[name]
-    installed = _installed()
-    if name in installed:
-        return _from_entry_point(installed[name])
+    points = installed(ENTRY_POINT_GROUP)
+    if name in points:
+        found: type[AnyObjective] = load_entry_point(points[name], Objective, "objective.name", subclass=True)
+        return found
     raise ConfigError(f"objective.name: unknown objective '{name}'{nearest(name, objective_names())}")
 
 
@@ -84,26 +82,8 @@ def _objectives_in(module: ModuleType) -> dict[str, type[AnyObjective]]:
     }
 
 
-def _installed() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-
-
-def _from_entry_point(point: EntryPoint) -> type[AnyObjective]:
-    try:
-        found = point.load()
-    except (ImportError, AttributeError) as failure:
-        raise ConfigError(
-            f"objective.name: '{point.name}' is installed as {point.value}, which does not load: {failure}"
-        ) from failure
-    if not (inspect.isclass(found) and issubclass(found, Objective)):
-        raise ConfigError(f"objective.name: '{point.name}' is installed as {point.value}, which is no Objective class")
-    return found
-
-
 def _from_file(name: str, path: Path) -> type[AnyObjective]:
-    if not path.is_file():
-        raise ConfigError(f"objective.file: {path}: no such file (looked in {Path.cwd()})")
-    found = _objectives_in(_load(path))
+    found = _objectives_in(load_file(path, "objective.file"))
     if name in found:
         return found[name]
     if found:
@@ -114,20 +94,3 @@ def _from_file(name: str, path: Path) -> type[AnyObjective]:
         f"objective.file: {path} defines no objective; write a subclass of learner.objectives.TokenObjective "
         f"(or Objective) there, with its formula and name = '{name}'"
     )
-
-
-def _load(path: Path) -> ModuleType:
-    """Runs the file under a module name of its own, so that it may share its stem with other modules."""
-    digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
-    module_name = f"triptych_objective_{path.stem}_{digest}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"objective.file: {path}: not a Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as failure:
-        sys.modules.pop(module_name, None)
-        raise ConfigError(f"objective.file: {path}: does not load: {type(failure).__name__}: {failure}") from failure
-    return module

@@ -18,7 +18,12 @@ class TwoGrpoSettings(GrpoSettings):
 
 
 class TwoGrpo(Grpo):
-    """GRPO on pairs. A pair of equal rewards has advantage 0 and stays in the denominator by default."""
+    """GRPO on pairs.
+
+    L = sum_it m PPO(rho, a) / sum_it m, clip 0.2 / 0.28, dual clip 3, no KL; a = +-0.7071 with ddof 1 (the runs of the
+    paper), +-1 with ddof 0 (its theory). A pair of equal rewards has advantage 0 and stays in the denominator. With 8
+    times the prompts of a G = 16 batch the paper takes 8 times its learning rate. Source: 2510.00977.
+    """
 
     name = "two_grpo"
     Options: ClassVar[type[ObjectiveSettings]] = TwoGrpoSettings

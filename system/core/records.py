@@ -133,6 +133,11 @@ class Row:
         return len(self.completion_tokens)
 
     @property
+    def offline(self) -> bool:
+        """Whether it belongs to an offline pair, whose ids are below 0; everything else was sampled by the run."""
+        return self.group_id < 0
+
+    @property
     def oldest_version(self) -> int:
         return int(self.versions.min())
 
@@ -208,12 +213,17 @@ class Group:
         return Group(rows_from_table(table))
 
 
-def rewards_are_equal(rewards: Sequence[float]) -> bool:
-    """The zero-variance test on rewards (not on their std, which float32 leaves above 0 for equal values)."""
+def rewards_are_equal(rewards: Sequence[float], margin: float = 0.0) -> bool:
+    """The zero-variance test on rewards (not on their std, which float32 leaves above 0 for equal values).
+
+    Args:
+        margin: rewards that differ by less count as equal too.
+    """
     if not rewards:
         return True
-    largest = max(abs(reward) for reward in rewards)
-    return max(rewards) - min(rewards) <= 1e-6 * max(1.0, largest)
+    spread, largest = max(rewards) - min(rewards), max(abs(reward) for reward in rewards)
+    residue = 1e-6 * max(1.0, largest)
+    return spread <= residue or spread < margin - residue
 
 
 def rows_from_table(table: pa.Table) -> tuple[Row, ...]:

@@ -2,6 +2,7 @@
 
 from system.recipe.checks import Plan, build_objective_of, check_recipe, print_plan
 from system.recipe.loading import differing_keys, load_recipe, read_resolved, resolved_yaml
+from system.recipe.partners import reference_settings
 from system.recipe.placement import Placement
 from system.recipe.plan import PlanLine
 from system.recipe.settings import (
@@ -33,5 +34,6 @@ __all__ = [
     "load_recipe",
     "print_plan",
     "read_resolved",
+    "reference_settings",
     "resolved_yaml",
 ]

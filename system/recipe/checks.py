@@ -16,8 +16,10 @@ from rich.markup import escape
 from reward_service.catalog import check_rewards
 from rollout_workers.environment import prepare_environment
 from system.core.errors import ConfigError
+from system.prompts.pairs import OfflinePairsFactory
 from system.prompts.stream import PromptStreamFactory
 from system.recipe.model_facts import ModelFacts, read_model
+from system.recipe.partners import check_reference, offline_pairs
 from system.recipe.placement import Placement, place, this_machine
 from system.recipe.plan import PlanLine, plan_lines
 from system.recipe.settings import Recipe
@@ -36,6 +38,8 @@ class Plan:
     longest_prompt_tokens: int | None
     """What the model's context leaves for a prompt."""
     prompts: PromptStreamFactory
+    pairs: OfflinePairsFactory | None = None
+    """The objective's offline pairs, where it takes them."""
 
 
 def check_recipe(recipe: Recipe, *, assume_gpus: int | None = None, local: bool = False) -> Plan:
@@ -60,18 +64,25 @@ def check_recipe(recipe: Recipe, *, assume_gpus: int | None = None, local: bool 
     needs_reference = "reference" in objective.needs
     longest = _longest_prompt_tokens(recipe, model)
     _check_folder(Path(recipe.run.folder))
-    placement = place(recipe, model, this_machine(assume_gpus), needs_reference=needs_reference)
+    reference = check_reference(recipe, objective, model)
+    machine = this_machine(assume_gpus)
+    placement = place(recipe, model, machine, needs_reference=needs_reference, reference=reference)
     check_rewards(recipe.rewards, [str(source.name) for source in recipe.data])
     prompts = PromptStreamFactory(recipe.data, recipe.model.path, recipe.run.seed, longest)
     stream = prompts()
     for position in range(min(recipe.stream.groups_per_step, PROMPTS_TRIED)):
         stream.prompt(position)
+    pairs = offline_pairs(recipe, objective, model)
+    lines = plan_lines(recipe, model, objective, placement, stream.summary(), longest)
+    if pairs is not None:
+        lines.append(PlanLine("offline pairs per step", f"{pairs.pairs_per_step} of {pairs.file}"))
     return Plan(
-        lines=tuple(plan_lines(recipe, model, objective, placement, stream.summary(), longest)),
+        lines=tuple(lines),
         placement=placement,
         needs_reference=needs_reference,
         longest_prompt_tokens=longest,
         prompts=prompts,
+        pairs=pairs,
     )
 
 
@@ -86,9 +97,16 @@ def build_objective_of(recipe: Recipe) -> Any:
     chosen = recipe.objective
     objective = build_objective(chosen.name, file=chosen.file, **chosen.options)
     objective.check(recipe.rollout.group_size)
+    objective.check_passes(recipe.learner.epochs_per_step, recipe.learner.minibatches_per_step)
+    overlong = objective.settings.overlong
+    if overlong is not None and overlong.penalty(recipe.rollout.max_tokens) == 0.0:
+        raise ConfigError(
+            f"objective.overlong_max_tokens: {overlong.max_tokens} with overlong_cache_tokens {overlong.cache_tokens} "
+            f"has no effect: completions end at rollout.max_tokens {recipe.rollout.max_tokens}"
+        )
     correction = getattr(objective.settings, "correction", chosen.correction)
     staleness = recipe.stream.max_staleness
-    if staleness > 0 and correction == "none":
+    if staleness > 0 and correction == "none" and objective.settings.stale_correction != "none":
         raise ConfigError(
             f"objective.correction: none with stream.max_staleness: {staleness}: groups up to {staleness} versions old "
             "would be trained without any off-policy anchor; use correction: token_tis, or max_staleness: 0"

@@ -2,7 +2,8 @@
 
 Precedence, lowest first: the rooms' defaults, the file named by ``extends:`` (relative to the recipe, one level), the
 recipe, the overrides in the order given. Mappings are merged, lists are replaced; an override reaches into a list by
-index (``data.0.weight=2``). Everything wrong is a ``ConfigError`` that names the file, line or key.
+index (``data.0.weight=2``). Options belong to their objective: a recipe that names another than the one it extends
+inherits none. Everything wrong is a ``ConfigError`` that names the file, line or key.
 """
 
 from __future__ import annotations
@@ -106,9 +107,16 @@ def _with_base(path: Path) -> DictConfig:
     base = _read(base_path)
     if "extends" in base:
         raise ConfigError(f"{path}: extends {extends}, which extends another recipe itself; only one level is allowed")
+    if _objective_name(recipe) not in (None, _objective_name(base)):
+        base.pop("objective", None)
     merged = OmegaConf.merge(base, recipe)
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _objective_name(recipe: DictConfig) -> Any:
+    objective = recipe.get("objective")
+    return objective.get("name") if isinstance(objective, DictConfig) else None
 
 
 def _read(path: Path) -> DictConfig:

@@ -92,9 +92,13 @@ def memory_bytes() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
-def place(recipe: Recipe, model: ModelFacts, machine: Machine, *, needs_reference: bool) -> Placement:
+def place(
+    recipe: Recipe, model: ModelFacts, machine: Machine, *, needs_reference: bool, reference: ModelFacts | None = None
+) -> Placement:
     """Resolves what ``placement:`` leaves open.
 
+    Args:
+        reference: the model that reference workers hold; None: the policy's own.
     Raises:
         ConfigError: more GPUs are asked for than there are, more memory than the machine has, or the keys contradict
             each other.
@@ -139,7 +143,7 @@ def place(recipe: Recipe, model: ModelFacts, machine: Machine, *, needs_referenc
         ),
         RolePlacement(
             "reference worker", references, reference_gpus, _shown_threads(reference_threads),
-            reference_memory_bytes(recipe, model),
+            reference_memory_bytes(recipe, reference or model),
         ),
     )  # fmt: skip
     placement = Placement(

@@ -38,11 +38,20 @@ def plan_lines(
         ("objective", objective.name),
         *((f"  {key}", _written(value)) for key, value in objective.settings.model_dump().items()),
         *_step_lines(recipe, sources, longest_prompt_tokens),
+        ("groups without signal", _WITHOUT_SIGNAL[objective.settings.zero_variance]),
         ("weight sync", _sync_line(recipe, model, placement)),
         *((role.role, _role_line(role)) for role in placement.roles),
         *_total_lines(placement),
     ]
     return [PlanLine(label, value) for label, value in pairs]
+
+
+_WITHOUT_SIGNAL = {
+    "keep": "trained with advantage 0, counted in the denominators",
+    "drop": "left out of the step",
+    "refill": "replaced by the next prompts, in prompt order",
+    "as_is": "trained as they are",
+}
 
 
 def _written(value: Any) -> str:

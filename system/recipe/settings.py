@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from learner.settings import LearnerSettings, ReferenceSettings
 from reward_service.settings import RewardSettings
 from rollout_workers.settings import RolloutSettings
+from system.core.errors import ConfigError
 from system.core.model import ModelSettings
 from system.core.settings import Settings
 from system.prompts.settings import DataSourceSettings, named_sources
@@ -46,7 +47,8 @@ class ObjectiveSettings(Settings):
     file: str | None = None
     """A Python file that defines the objective ``name``."""
     correction: str | None = None
-    """Off-policy correction; null: ``token_tis`` where groups may be stale, else ``none``."""
+    """Off-policy correction; null: the objective's own (``token_tis`` for most) where groups may be stale, else
+    ``none``."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -139,10 +141,19 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _fill_in(self) -> Recipe:
-        """Names of data sources, and the correction that the staleness asks for."""
+        """Names of data sources, and the off-policy correction that staleness and group size ask for."""
         object.__setattr__(self, "data", tuple(named_sources(self.data)))
-        if self.objective.correction is None:
-            correction = "token_tis" if self.stream.max_staleness > 0 else "none"
-            objective = self.objective.model_copy(update={"correction": correction})
-            object.__setattr__(self, "objective", objective)
+        object.__setattr__(self, "objective", self._completed_objective())
         return self
+
+    def _completed_objective(self) -> ObjectiveSettings:
+        from learner.objectives import ObjectiveSettings as ObjectiveOptions
+        from learner.objectives import objective_class
+
+        chosen = self.objective
+        try:
+            options = objective_class(chosen.name, chosen.file).Options
+        except ConfigError:  # the recipe's check says what is wrong with it
+            options = ObjectiveOptions
+        added = options.recipe_defaults(chosen.options, self.rollout.group_size, self.stream.max_staleness)
+        return chosen.model_copy(update=added)

@@ -67,6 +67,7 @@ class StreamCore:
             group_size: trajectories per group.
             prompts: the prompt at a position of the stream (0, 1, 2, ...); a pure function.
         """
+        self._margin = limits.refill_margin
         self._ledger = GroupLedger(limits, incarnation, version)
         self._group_size = group_size
         self._prompts = prompts
@@ -113,7 +114,7 @@ class StreamCore:
         Raises:
             RecordError: not one group of this run.
         """
-        head = GroupHead.from_bytes(payload)
+        head = GroupHead.from_bytes(payload, self._margin)
         if head.trajectories > self._group_size:
             raise RecordError(
                 f"worker {worker}: group {head.group_id} has {head.trajectories} trajectories, "
@@ -129,6 +130,7 @@ class StreamCore:
                 head.incarnation,
                 self._clock.now_s(),
                 head.unscored_cause,
+                head.silent_cause,
             )
             if verdict == "ready":
                 self._payloads[head.group_id] = payload

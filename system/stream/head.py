@@ -22,13 +22,18 @@ class GroupHead:
     scored: int
     """Trajectories with a reward."""
     zero_signal: bool
+    """Whether its rewards are equal, or differ by less than the margin."""
+    silent_cause: str = ""
+    """What the rewards are where they carry no signal."""
     unscored_cause: str = ""
     """Why the first trajectory without a reward could not be judged."""
 
     @staticmethod
-    def from_bytes(payload: bytes) -> GroupHead:
+    def from_bytes(payload: bytes, margin: float = 0.0) -> GroupHead:
         """Reads ``Group.to_bytes()``.
 
+        Args:
+            margin: rewards that differ by less carry no signal.
         Raises:
             RecordError: these are not the bytes of one group in this schema version.
         """
@@ -55,9 +60,18 @@ class GroupHead:
             trajectories=len(trajectories),
             oldest_version=oldest_version,
             scored=len(rewards),
-            zero_signal=rewards_are_equal(rewards),
+            zero_signal=rewards_are_equal(rewards, margin),
+            silent_cause=_silent_cause(rewards, margin),
             unscored_cause=_unscored_cause(table),
         )
+
+
+def _silent_cause(rewards: list[float], margin: float) -> str:
+    if not rewards or not rewards_are_equal(rewards, margin):
+        return ""
+    if rewards_are_equal(rewards):
+        return f"all rewards {rewards[0]:.4g}"
+    return f"rewards differ by less than {margin:.4g}"
 
 
 def _unscored_cause(table: pa.Table) -> str:

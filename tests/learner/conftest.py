@@ -38,7 +38,7 @@ def make_row(
         trajectory_id=trajectory_id,
         prompt_id=f"p{group_id}",
         source="test",
-        prompt_tokens=np.random.default_rng(group_id).integers(6, 262, prompt_length),
+        prompt_tokens=np.random.default_rng(abs(group_id)).integers(6, 262, prompt_length),
         completion_tokens=generator.integers(6, 262, length),
         rollout_logprobs=-5.0 - generator.random(length),
         versions=[0] * length,

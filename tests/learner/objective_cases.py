@@ -96,33 +96,132 @@ def random_case(seed: int, groups: int = 4, group_size: int = 4, longest: int = 
     return case
 
 
+def wild_case(seed: int) -> Case:
+    """Groups of 1 to 9 in one step, 1 to 40 tokens, and log-probs that now and then are a hundred nats apart."""
+    source = random.Random(seed)
+    case = Case()
+    rows: list[tuple[int, int, float | None]] = []
+    for group in range(source.randint(1, 4)):
+        equal, nulls = source.random() < 1 / 4, source.choice([0.0, 0.15, 0.5])
+        for trajectory in range(source.randint(1, 9)):
+            reward: float | None = 0.1 if equal else round(source.uniform(-1, 1), 2)
+            if source.random() < nulls:
+                reward = None
+            rows += [(group * 3, trajectory, reward)] * (2 if source.random() < 0.1 else 1)
+    source.shuffle(rows)
+
+    def moved(values: list[float], width: float) -> list[float]:
+        return [
+            value + (source.choice([-100.0, 100.0]) if source.random() < 0.02 else source.gauss(0, width))
+            for value in values
+        ]
+
+    for group, trajectory, reward in rows:
+        new = [source.uniform(-3, -0.1) for _ in range(source.choice([1, 2, 5, 40]))]
+        case.logprobs.append(new)
+        case.old.append(moved(new, 0.3))
+        case.reference.append(moved(new, 0.5))
+        case.rollout.append(moved(case.old[-1], 0.05))
+        case.mask.append([source.random() > 0.15 for _ in new])
+        case.rewards.append(reward)
+        case.group_ids.append(group)
+        case.trajectory_ids.append(trajectory)
+    return case
+
+
 def slow_advantages(case: Case, options: dict[str, Any]) -> list[float | None]:
-    """Group baselines over scored trajectories, row by row from the definitions."""
-    advantages: list[float | None] = []
+    """Advantages by their definitions, trajectory by trajectory; ``options`` may leave out what is not used."""
+    rewards: dict[tuple[int, int], float] = {}
+    shaped: dict[tuple[int, int], float] = {}
+    tokens: dict[tuple[int, int], int] = {}
     for row, reward in enumerate(case.rewards):
-        if reward is None:
-            advantages.append(None)
+        if reward is not None:
+            key = case.group_ids[row], case.trajectory_ids[row]
+            rewards[key] = reward
+            tokens[key] = tokens.get(key, 0) + sum(case.mask[row])
+            shaped[key] = shaped.get(key, reward) - slow_reward_kl(case, row, options)
+    for key in shaped:
+        length = sum(
+            len(case.logprobs[row])
+            for row in range(len(case.rewards))
+            if (case.group_ids[row], case.trajectory_ids[row]) == key
+        )
+        shaped[key] += slow_overlong(length, options)
+    found: dict[tuple[int, int], float | None] = {}
+    silent: set[tuple[int, int]] = set()
+    for group in set(case.group_ids):
+        keys = [key for key in rewards if key[0] == group]
+        task, values = [rewards[key] for key in keys], [shaped[key] for key in keys]
+        if len(keys) < 2:
             continue
-        members: dict[int, float] = {}
-        for other, value in enumerate(case.rewards):
-            if case.group_ids[other] == case.group_ids[row] and value is not None:
-                members[case.trajectory_ids[other]] = value
-        values = list(members.values())
-        if len(values) < 2:
-            advantages.append(None)
+        equal = max(task) == min(task) or max(task) - min(task) < (options.get("margin") or 0.0)
+        if equal and options["zero_variance"] in ("drop", "refill"):
             continue
-        if max(values) == min(values):
-            advantages.append(None if options["zero_variance"] in ("drop", "refill") else 0.0)
-            continue
-        mean = sum(values) / len(values)
-        if options["advantage"] == "group_mean":
-            advantages.append(reward - mean)
-        elif options["advantage"] == "leave_one_out":
-            advantages.append(reward - (sum(values) - reward) / (len(values) - 1))
-        else:
-            variance = sum((value - mean) ** 2 for value in values) / (len(values) - options["ddof"])
-            advantages.append((reward - mean) / (math.sqrt(variance) + options["eps"]))
-    return advantages
+        if equal:
+            silent |= set(keys)
+        for key in keys:
+            found[key] = 0.0 if nearly_equal(values) else slow_baseline(shaped[key], values, options)
+    if options["advantage"] == "batch_whitened":
+        _whiten_slowly(found, tokens, options)
+    for key in silent if options["zero_variance"] == "keep" else ():
+        found[key] = 0.0
+    return [
+        None if reward is None else found.get(key)
+        for reward, key in zip(case.rewards, zip(case.group_ids, case.trajectory_ids, strict=True), strict=True)
+    ]
+
+
+def nearly_equal(values: Sequence[float]) -> bool:
+    """The zero-variance test of OBJECTIVES 0.4."""
+    return max(values) - min(values) <= 1e-6 * max(1.0, max(map(abs, values)))
+
+
+def slow_baseline(reward: float, group: Sequence[float], options: dict[str, Any]) -> float:
+    """One reward against those of its group."""
+    mean, name = math.fsum(group) / len(group), options["advantage"]
+    if name in ("group_mean", "batch_whitened"):
+        return reward - mean
+    if name == "leave_one_out":
+        return reward - (math.fsum(group) - reward) / (len(group) - 1)
+    if name == "soft_margin":
+        return math.tanh((reward - mean) / options["reward_temperature"])
+    if name == "probit":
+        return math.erf((reward - mean) / options["reward_noise"])
+    variance = math.fsum((value - mean) ** 2 for value in group) / (len(group) - options["ddof"])
+    return (reward - mean) / (math.sqrt(variance + options.get("reward_std_floor", 0.0) ** 2) + options["eps"])
+
+
+def slow_overlong(length: int, options: dict[str, Any]) -> float:
+    longest, cache = options.get("overlong_max_tokens"), options.get("overlong_cache_tokens")
+    if longest is None or cache is None or length <= longest - cache:
+        return 0.0
+    return -1.0 if length > longest else (longest - cache - length) / cache
+
+
+def slow_reward_kl(case: Case, row: int, options: dict[str, Any]) -> float:
+    if not options.get("kl_coefficient") or options.get("kl_where") != "reward":
+        return 0.0
+    total = 0.0
+    for token, trained in enumerate(case.mask[row]):
+        delta = case.old[row][token] - case.reference[row][token] if trained else 0.0
+        exponential = math.exp(min(max(-delta, -20.0), 20.0))
+        total += {"k1": delta, "k2": delta**2 / 2}.get(options["kl_estimator"], exponential - 1 + delta)
+    return options["kl_coefficient"] * total
+
+
+def _whiten_slowly(found: dict[Any, float | None], tokens: dict[Any, int], options: dict[str, Any]) -> None:
+    part = {key: value for key, value in found.items() if value is not None}
+    total = sum(tokens[key] for key in part)
+    if total == 0 or nearly_equal(list(part.values())):
+        found.update(dict.fromkeys(part, 0.0))
+        return
+    mean = math.fsum(tokens[key] * value for key, value in part.items()) / total
+    squares = math.fsum(tokens[key] * (value - mean) ** 2 for key, value in part.items())
+    if options.get("unbiased_variance", True):
+        deviation = math.sqrt(squares / max(total - 1, 1) + 1e-8)
+    else:
+        deviation = math.sqrt(max(squares / total, 1e-8))
+    found.update({key: (value - mean) / deviation for key, value in part.items()})
 
 
 def slow_denominators(case: Case, advantages: Sequence[float | None]) -> Denominators:
@@ -133,53 +232,3 @@ def slow_denominators(case: Case, advantages: Sequence[float | None]) -> Denomin
         trajectories=len({(case.group_ids[row], case.trajectory_ids[row]) for row in counted}),
         groups=len({case.group_ids[row] for row in counted}),
     )
-
-
-def slow_grpo(case: Case, options: dict[str, Any]) -> tuple[float, list[list[float]]]:
-    """Loss and dL/dlogp of the clipped surrogate with KL and token_tis, one token at a time."""
-    advantages = slow_advantages(case, options)
-    counts = slow_denominators(case, advantages)
-    loss, gradient = 0.0, [[0.0] * len(row) for row in case.logprobs]
-    for row, advantage in enumerate(advantages):
-        if advantage is None:
-            continue
-        weight = {
-            "token_mean": 1 / max(counts.tokens, 1),
-            "sequence_mean_token_mean": 1 / (max(counts.completions, 1) * max(sum(case.mask[row]), 1)),
-            "sequence_sum": 1 / max(counts.completions, 1),
-            "sequence_sum_norm": 1 / (max(counts.completions, 1) * (options["max_tokens"] or 1)),
-        }[options["aggregation"]]
-        for token, trained in enumerate(case.mask[row]):
-            if not trained:
-                continue
-            new, old = case.logprobs[row][token], case.old[row][token]
-            value, slope = slow_surrogate(math.exp(new - old), advantage, options)
-            if options["correction"] == "token_tis":
-                correction = min(math.exp(old - case.rollout[row][token]), options["correction_high"])
-                value, slope = value * correction, slope * correction
-            if options["kl_coefficient"] and options["kl_where"] == "loss":
-                kl, kl_slope = slow_kl(options["kl_estimator"], new - case.reference[row][token], math.exp(new - old))
-                value, slope = value + options["kl_coefficient"] * kl, slope + options["kl_coefficient"] * kl_slope
-            loss += weight * value
-            gradient[row][token] = weight * slope
-    return loss, gradient
-
-
-def slow_surrogate(ratio: float, advantage: float, options: dict[str, Any]) -> tuple[float, float]:
-    low = -math.inf if options["clip_low"] is None else 1 - options["clip_low"]
-    high = math.inf if options["clip_high"] is None else 1 + options["clip_high"]
-    unclipped, clipped = ratio * advantage, min(max(ratio, low), high) * advantage
-    value, slope = (-unclipped, -unclipped) if unclipped <= clipped else (-clipped, 0.0)
-    bound = options["dual_clip"]
-    if bound is not None and advantage < 0 and value > -bound * advantage:
-        value, slope = -bound * advantage, 0.0
-    return value, slope
-
-
-def slow_kl(estimator: str, delta: float, ratio: float) -> tuple[float, float]:
-    if estimator == "k2":
-        return delta**2 / 2, delta
-    k3 = math.exp(-delta) - 1 + delta
-    if estimator == "k3":
-        return k3, 1 - math.exp(-delta)
-    return ratio * k3, ratio * delta

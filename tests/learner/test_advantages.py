@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.advantages import ESTIMATORS, StepRows, count_groups, step_advantages, step_denominators
+from learner.advantages import ESTIMATORS, Scale, StepRows, count_groups, step_advantages, step_denominators
 from system.core.records import Row
 from tests.learner.objective_cases import VECTORS, random_case, slow_advantages
 
@@ -18,8 +18,9 @@ PER_GROUP = ("group_zscore", "group_mean", "leave_one_out")
 REWARD = st.one_of(st.integers(-3, 3).map(float), st.floats(-1e6, 1e6, allow_nan=False, width=32))
 
 
-def one_group(rewards, **options):
+def one_group(rewards, ddof=1, eps=1e-6, **options):
     size = len(rewards)
+    options = {"scale": Scale(ddof, eps)} | options
     return step_advantages(StepRows(rewards, [5] * size, list(range(size)), [1] * size), **options)
 
 
@@ -89,7 +90,7 @@ def test_advantages_equal_a_slow_loop_over_definitions(estimator, zero_variance,
     expected = slow_advantages(
         case, {"advantage": estimator, "ddof": seed % 2, "eps": 1e-6, "zero_variance": zero_variance}
     )
-    found = step_advantages(rows, estimator=estimator, ddof=seed % 2, zero_variance=zero_variance)
+    found = step_advantages(rows, estimator=estimator, scale=Scale(ddof=seed % 2), zero_variance=zero_variance)
     assert [value is None for value in found] == [value is None for value in expected]
     assert [value for value in found if value is not None] == pytest.approx(
         [value for value in expected if value is not None], abs=1e-12

@@ -40,5 +40,35 @@ def test_unknown_kinds_and_names_are_answered_with_the_nearest():
         catalog("objectives", "grop")
     with pytest.raises(ConfigError, match="no reward 'exact'"):
         catalog("rewards", "exact")
-    with pytest.raises(ConfigError, match="no divergence 'kl'"):
-        catalog("divergences", "kl")
+    with pytest.raises(ConfigError, match="no divergence 'perason'; did you mean 'pearson'"):
+        catalog("divergences", "perason")
+
+
+def test_every_objective_says_its_formula_its_source_and_what_is_its_own():
+    for entry in catalog("objectives"):
+        assert "L = " in entry.details, entry.name
+        assert entry.source, entry.name
+    (gift,) = catalog("objectives", "gift")
+    assert {"anchor", "beta", "statistics", "std_floor"} == gift.own
+    assert gift.source.startswith("2510.23868")
+    assert "Its gradient mixes the completions of a group." in gift.details
+    assert "correction: token_tis is refused: weights inside group statistics are ill-defined" in gift.details
+
+
+def test_every_divergence_shows_both_of_its_branches():
+    for entry in catalog("divergences"):
+        assert "a > 0: -g(r)" in entry.details
+        assert "a < 0: f*(g(r))" in entry.details
+    (kl,) = catalog("divergences", "kl")
+    assert "-1.000, +0.368" in kl.details
+    assert "linear beyond |r| = 10  a < 0" in kl.details
+
+
+def test_the_list_shows_options_defaults_and_sources(capsys):
+    print_catalog("objectives")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "divergence: pearson, beta: 0.1, kappa: null, gamma: 0.0" in printed
+    assert "2602.05946" in printed
+    assert "zero_variance keep" in printed
+    print_catalog("divergences")
+    assert "reverse_kl" in capsys.readouterr().out

@@ -86,6 +86,18 @@ def test_a_reference_worker_is_planned_only_when_the_objective_needs_one(check):
         (["objective.beta=0.1"], "objective.beta: .*kl_coefficient"),
         (["objective.clip_hihg=0.1"], "objective.clip_hihg: unknown key; did you mean 'clip_high'"),
         (["objective.correction=none"], "correction: none with stream.max_staleness: 4"),
+        (
+            ["objective.name=gspo", "objective.correction=token_tis"],
+            "correction: token_tis: gspo's ratio is that of a whole sequence",
+        ),
+        (
+            ["objective.name=rloo", "stream.max_staleness=0", "learner.epochs_per_step=2"],
+            "rloo without a ratio is right for one update per step",
+        ),
+        (
+            ["objective.overlong_max_tokens=40", "objective.overlong_cache_tokens=8"],
+            "overlong_max_tokens: 40 with overlong_cache_tokens 8 has no effect",
+        ),
         (["rollout.workers=0"], "nothing would generate"),
         (["learner.minibatches_per_step=4"], "does not divide stream.groups_per_step 6; possible: 1, 2, 3, 6"),
         (["rollout.max_tokens=512"], "leaves no room for a prompt: the model's context is 512 tokens"),

@@ -55,6 +55,20 @@ def test_later_sources_of_a_value_win(recipe_file):
     assert (recipe.run.name, recipe.run.folder, recipe.run.steps) == ("child", "runs/child", 3)
 
 
+def test_options_of_one_objective_are_not_inherited_by_another(recipe_file):
+    recipe_file(SMALLEST + "objective: {name: grpo, aggregation: token_mean, clip_high: 0.3}\n", "base.yaml")
+
+    def options(objective):
+        path = recipe_file(f"extends: base.yaml\nobjective: {objective}\n")
+        return load_recipe(path, ["stream.max_staleness=0"]).objective.options
+
+    assert options("{name: gift, beta: 0.5}") == {"correction": "none", "beta": 0.5}
+    assert options("{name: grpo, clip_high: 0.4}") == {
+        "correction": "none", "aggregation": "token_mean", "clip_high": 0.4,
+    }  # fmt: skip
+    assert options("{clip_low: 0.1}")["clip_high"] == 0.3
+
+
 def test_lists_are_replaced_by_a_recipe_that_extends(recipe_file):
     recipe_file(name="base.yaml")
     path = recipe_file("extends: base.yaml\ndata: [{source: a.jsonl}, {source: b.jsonl}]\n")
