@@ -116,6 +116,13 @@ def test_a_process_that_dies_is_replaced_and_only_its_item_is_lost(
     assert "item 'c1'" in error.message
 
 
+def until_exists(path: Path) -> None:
+    until_s = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < until_s, f"{path} did not appear"
+        time.sleep(0.01)
+
+
 def test_a_process_killed_from_outside_costs_no_reward(reward_file: RewardFile, tmp_path: Path) -> None:
     settings = reward_file(
         "import pathlib, time\n"
@@ -127,8 +134,7 @@ def test_a_process_killed_from_outside_costs_no_reward(reward_file: RewardFile, 
         (idle,) = scorer.pids()["style"]
         os.kill(idle, signal.SIGKILL)
         scoring = asyncio.ensure_future(scorer.score(request_of(["a", "b", "c"])))
-        while not (tmp_path / "b").exists():
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(until_exists, tmp_path / "b")
         (busy,) = scorer.pids()["style"]
         assert busy != idle
         os.kill(busy, signal.SIGKILL)
