@@ -19,6 +19,8 @@ from system.core.deadlines import within
 from system.core.model import ModelSettings
 
 DEATH_POLL_S = 0.2
+DYING_POLLS = 15
+"""A process that dies fails the calls under way some moments before vLLM knows the engine for dead."""
 
 
 class RolloutEngine(VllmEngine):
@@ -71,10 +73,12 @@ class RolloutEngine(VllmEngine):
         try:
             while not (await asyncio.wait({task}, timeout=DEATH_POLL_S))[0]:
                 if llm.errored:
-                    raise self._died(ENGINE_PROCESS_ENDED)
+                    raise EngineDeadError
             return task.result()
-        except EngineDeadError as failure:
-            raise self._died(ENGINE_PROCESS_ENDED) from failure
+        except Exception as failure:
+            if isinstance(failure, EngineDeadError) or await _is_dying(llm):
+                raise self._died(ENGINE_PROCESS_ENDED) from failure
+            raise
         finally:
             task.cancel()
 
@@ -103,3 +107,11 @@ class RolloutEngine(VllmEngine):
         if llm is not None:
             llm.shutdown()
         self._parent_thread.shutdown(wait=False)
+
+
+async def _is_dying(llm: Any) -> bool:
+    for _ in range(DYING_POLLS):
+        if llm.errored:
+            return True
+        await asyncio.sleep(DEATH_POLL_S)
+    return False

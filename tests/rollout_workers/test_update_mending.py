@@ -6,18 +6,21 @@ Engines of one process, of vLLM's own processes, and of two model-parallel ones;
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from rollout_workers.contract import EngineDied
 from rollout_workers.engine import LocalEngine, RolloutEngine
 from system.core.errors import SyncFailed
 from system.core.model import ModelSettings
 from system.core.weights.sender import Sender, manifest_of
-from system.core.weights.wire import ChecksumMismatch, Manifest, TransferBroken, WeightsRejected
+from system.core.weights.wire import ChecksumMismatch, Endpoint, Manifest, TransferBroken, WeightsRejected
 from tests.rollout_workers.torch_side import (
     WAIT_S,
     TorchSource,
@@ -235,3 +238,30 @@ def test_a_name_that_the_model_does_not_have(scene: Scene, loop: asyncio.Runner)
         await scene.mend()
 
     loop.run(cut_and_mend())
+
+
+def test_at_last_a_process_that_is_killed_while_it_receives_is_a_dead_engine_at_once(
+    scene: Scene, loop: asyncio.Runner
+) -> None:
+    if isinstance(scene.engine, LocalEngine):
+        pytest.skip("it has no process of its own")
+    workers = [child for child in psutil.Process().children(recursive=True) if "VLLM::Worker" in child.name()]
+    assert len(workers) == scene.world
+
+    async def kill() -> None:
+        manifest = scene.manifest(TorchSource(scene.next_folder))
+        await scene.connect()
+        await scene.engine.begin_update(WAIT_S)
+        receiving = asyncio.ensure_future(scene.engine.receive(manifest, WAIT_S))
+        await asyncio.sleep(0.5)
+        started_s = time.monotonic()
+        workers[-1].kill()
+        with pytest.raises(EngineDied, match="w0: the engine died"):
+            await receiving
+        assert time.monotonic() - started_s < 10
+        joining = scene.engine.join_transfer(Endpoint("127.0.0.1", 1), 1, 2, WAIT_S)
+        for call in (joining, scene.engine.begin_update(WAIT_S), scene.engine.check()):
+            with pytest.raises(EngineDied, match="w0"):
+                await call
+
+    loop.run(kill())
