@@ -2,7 +2,7 @@
 
 Every call returns at once; ``is_ready`` and ``is_done`` say whether its work is through, and raise what NCCL says went
 wrong. Whoever polls them owns the deadline, and ends the communicator with ``abort`` from whatever state it is in.
-(torch's own NCCL groups end the whole process when a collective fails, so they cannot carry what must be mendable.)
+(torch's own NCCL groups by default end the whole process when a collective fails; here it must be mendable.)
 """
 
 from __future__ import annotations
