@@ -138,7 +138,7 @@ def disturbed(make: Make, overrides: list[str], *disturbances: Callable[[Run], N
 def test_two_rollout_workers_one_killed_on_the_way_give_the_samples_of_one(make: Make, undisturbed: Run) -> None:
     run = disturbed(make, TWO_WORKERS, kill_engine)
     check_same(run, undisturbed)
-    assert {row.worker for row in run.rows()} == {"rollout-0", "rollout-1"}
+    assert "rebuilding rollout-" in (run.folder.logs / "driver.log").read_text()
     assert run.folder.read().incarnation == 0
 
 
