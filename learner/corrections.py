@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from learner.kl import bounded_exp
+from learner.numbering import Numbering
 
 TOKEN_TRUNCATION = 2.0
 """Cap of the token weights that a geometric mask leaves standing: token_tis's own."""
@@ -41,18 +42,14 @@ class Drift:
     """[rows], within the group."""
 
     @cached_property
-    def _keys(self) -> Tensor:
-        return torch.stack([self.group_ids, self.trajectory_ids], dim=1)
-
-    @cached_property
-    def _sequence(self) -> Tensor:
-        """[rows] each row's sequence, numbered from 0."""
-        return torch.unique(self._keys, dim=0, return_inverse=True)[1]
+    def _numbering(self) -> Numbering:
+        return Numbering.of(self.group_ids, self.trajectory_ids)
 
     def sequence_sum(self, per_token: Tensor) -> Tensor:
         """[rows, T] -> [rows, 1], over the trained tokens of the row's whole sequence."""
         sums = torch.where(self.mask, per_token, torch.zeros_like(per_token)).sum(dim=1)
-        return torch.zeros_like(sums).index_add(0, self._sequence, sums)[self._sequence][:, None]
+        of_row = self._numbering.of_row
+        return torch.zeros_like(sums).index_add(0, of_row, sums)[of_row][:, None]
 
     def sequence_mean(self, per_token: Tensor) -> Tensor:
         """[rows, T] -> [rows, 1]."""
@@ -65,8 +62,9 @@ class Drift:
 
     def _sequences_per_group(self, tokens: Tensor) -> Tensor:
         """[rows] how many sequences of the row's group have any of ``tokens`` ([rows, T] bool)."""
-        groups = torch.unique(self._keys[tokens.any(dim=1)], dim=0)[:, 0].contiguous()
-        return torch.searchsorted(groups, self.group_ids, right=True) - torch.searchsorted(groups, self.group_ids)
+        of_row, groups = self._numbering.of_row, self._numbering.groups
+        present = torch.zeros_like(groups).index_add(0, of_row, tokens.any(dim=1).long()) > 0
+        return torch.bincount(groups[present], minlength=len(groups))[groups[of_row]]
 
 
 @dataclass(frozen=True, eq=False)

@@ -237,7 +237,7 @@ class Objective(ABC, Generic[OptionsT]):
         if batch.rewards is not None:
             part = part & batch.rewards.to(device).isfinite()
         offline = torch.zeros_like(part) if batch.offline is None else batch.offline.to(device)
-        trained = Mask(written & part[:, None])
+        trained = Mask(written if bool(part.all()) else written & part[:, None])
         tokens = trained if batch.offline is None else Mask(trained.where & ~offline[:, None])
 
         leaf, old, rollout = given(batch.logprobs), given(batch.old_logprobs), given(batch.rollout_logprobs)

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from learner.advantages import Denominators
 from learner.corrections import Correction
 from learner.kl import LOG_RATIO_LIMIT, bounded_exp
+from learner.numbering import Numbering
 from learner.objectives.masking import Mask
 from learner.objectives.settings import Aggregation
 
@@ -249,15 +250,14 @@ class LossInputs:
     @cached_property
     def trajectories(self) -> Trajectories:
         part = self.tokens.counts > 0
-        keys = torch.stack([self.group_ids[part], self.trajectory_ids[part]], dim=1)
-        unique, of_part = torch.unique(keys, dim=0, return_inverse=True)
+        numbering = Numbering.of(self.group_ids[part], self.trajectory_ids[part])
         index = torch.full_like(self.group_ids, -1)
-        index[part] = of_part
-        group_ids, groups = torch.unique(unique[:, 0], return_inverse=True)
-        first = torch.zeros(len(unique), dtype=torch.int64, device=index.device)
-        first[of_part] = part.nonzero()[:, 0]
+        index[part] = numbering.of_row
+        first = torch.zeros_like(numbering.groups)
+        first[numbering.of_row] = part.nonzero()[:, 0]
         rewards = None if self.rewards is None else self.rewards[first]
-        return Trajectories(index, groups, self._group_sizes(group_ids, groups), self.advantages[first, 0], rewards)
+        sizes = self._group_sizes(numbering.group_ids, numbering.groups)
+        return Trajectories(index, numbering.groups, sizes, self.advantages[first, 0], rewards)
 
     def _group_sizes(self, group_ids: Tensor, groups: Tensor) -> Tensor:
         here = torch.bincount(groups, minlength=len(group_ids)).tolist()
