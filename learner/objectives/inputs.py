@@ -72,12 +72,6 @@ class Size:
         """Which of them need no bound, bool; None: all."""
         return None if self.largest <= LOG_RATIO_LIMIT else log_ratio.detach().abs() <= LOG_RATIO_LIMIT
 
-    def beyond(self, log_ratio: Tensor) -> Tensor:
-        """How many of them are clamped."""
-        if self.largest <= LOG_RATIO_LIMIT:
-            return torch.zeros((), device=log_ratio.device)
-        return torch.count_nonzero(log_ratio.detach().abs() > LOG_RATIO_LIMIT)
-
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
@@ -187,7 +181,7 @@ class LossInputs:
 
         Args:
             values: [rows, T], detached; used up.
-            slopes: [rows, T] or [rows, 1], detached; used up.
+            slopes: [rows, T] or [rows, 1], detached; used up. May be ``values`` themselves.
         """
         if self.correction is not None:
             values = values * self.correction.weights
@@ -195,10 +189,10 @@ class LossInputs:
         sums: Tensor = _SlopedRows.apply(self.leaf, values, slopes, self.tokens)
         return sums
 
-    def free_(self, slopes: Tensor) -> Tensor:
-        """Slopes of a function of ``ratio_values``, made 0 in place where the ratio is a bound."""
+    def unbounded(self, slopes: Tensor) -> Tensor:
+        """Slopes of a function of ``ratio_values``, 0 where the ratio is a bound."""
         within = self.drift.within(self.log_ratio)
-        return slopes if within is None else slopes.mul_(within)
+        return slopes if within is None else slopes * within
 
     def corrected(self, per_token: Tensor) -> Tensor:
         """A policy loss per token under the off-policy correction."""
@@ -249,12 +243,10 @@ class LossInputs:
 
     @cached_property
     def trajectories(self) -> Trajectories:
-        part = self.tokens.counts > 0
+        part = (self.tokens.counts > 0).nonzero()[:, 0]
         numbering = Numbering.of(self.group_ids[part], self.trajectory_ids[part])
-        index = torch.full_like(self.group_ids, -1)
-        index[part] = numbering.of_row
-        first = torch.zeros_like(numbering.groups)
-        first[numbering.of_row] = part.nonzero()[:, 0]
+        index = torch.full_like(self.group_ids, -1).index_copy(0, part, numbering.of_row)
+        first = torch.zeros_like(numbering.groups).index_copy(0, numbering.of_row, part)
         rewards = None if self.rewards is None else self.rewards[first]
         sizes = self._group_sizes(numbering.group_ids, numbering.groups)
         return Trajectories(index, numbering.groups, sizes, self.advantages[first, 0], rewards)
@@ -288,9 +280,7 @@ class LossInputs:
 
     def of_trajectory(self, per_trajectory: Tensor) -> Tensor:
         """[trajectories] -> [rows, 1], each row that of its trajectory; 0 on rows that take no part."""
-        index = self.trajectories.index
-        padded = torch.cat([per_trajectory, per_trajectory.new_zeros(1)])
-        return padded[torch.where(index >= 0, index, len(per_trajectory))][:, None]
+        return torch.cat([per_trajectory, per_trajectory.new_zeros(1)])[self._slots][:, None]
 
     def trajectory_lengths(self) -> Tensor:
         """[trajectories] generated tokens, masked or not.
@@ -303,9 +293,14 @@ class LossInputs:
         return self._over_rows(self.lengths)
 
     def _over_rows(self, per_row: Tensor) -> Tensor:
-        part = self.trajectories.index >= 0
-        zeros = per_row.new_zeros(len(self.trajectories.groups))
-        return zeros.index_add(0, self.trajectories.index[part], per_row[part])
+        number = len(self.trajectories.groups)
+        return per_row.new_zeros(number + 1).index_add(0, self._slots, per_row)[:number]
+
+    @cached_property
+    def _slots(self) -> Tensor:
+        """[rows] each row's trajectory; one more than the last for rows that take no part."""
+        index = self.trajectories.index
+        return torch.where(index >= 0, index, len(self.trajectories.groups))
 
 
 class _SlopedRows(torch.autograd.Function):

@@ -50,7 +50,7 @@ class Mask:
 
     @cached_property
     def total(self) -> Tensor:
-        """Scalar int64."""
+        """Scalar int64, of them all."""
         return self.counts.sum()
 
     def bits(self, dtype: torch.dtype) -> Tensor:

@@ -70,12 +70,14 @@ class Opd(Grpo):
 
     def measure(self, inputs: LossInputs, metrics: MetricCollector) -> None:
         """Nats per token that the policy of the start is away from its teacher, and what the clip takes away."""
-        metrics.mean_of("teacher_kl", (inputs.old - inputs.required_reference).sum(dim=1), inputs.tokens.total)
+        metrics.mean_of("teacher_kl", inputs.noted["teacher_kl"], inputs.tokens.total)
         metrics.mean_of("clip_share", inputs.noted["clipped"], inputs.tokens.total)
 
     def token_advantages(self, inputs: LossInputs) -> Tensor:
         """[rows, T]."""
-        teacher = inputs.required_reference - inputs.old
+        teacher = inputs.log_ratio.detach() - inputs.reference_log_ratio().detach()  # log pi_teacher - log pi_old
+        inputs.noted["teacher_kl"] = -teacher.sum(dim=1)
         if self.settings.level == "sequence":
             teacher = inputs.of_trajectory(inputs.trajectory_sum(teacher))
-        return teacher + self.settings.reward_weight * inputs.advantages
+        weight = self.settings.reward_weight
+        return teacher + weight * inputs.advantages if weight > 0.0 else teacher
