@@ -192,8 +192,6 @@ class Objective(ABC, Generic[OptionsT]):
                 (coefficients,) = torch.autograd.grad(loss, inputs.leaf, allow_unused=True)
             if coefficients is None:
                 coefficients = torch.zeros_like(inputs.leaf, requires_grad=False)
-            masked = inputs.trained.keep_ if coefficients.is_contiguous() else inputs.trained.keep
-            coefficients = masked(coefficients)
         with torch.no_grad():
             collector = MetricCollector()
             collector.total("loss", loss)

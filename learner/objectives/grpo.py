@@ -86,14 +86,10 @@ class Grpo(TokenObjective[ClippedSettings]):
         )
 
     def row_losses(self, inputs: LossInputs) -> Tensor:
-        options, ratio, advantages = self.settings, inputs.ratio_values, self.token_advantages(inputs)
-        if options.clip_low is None and options.clip_high is None and options.dual_clip is None:
-            inputs.noted["clipped"] = ratio.new_zeros(len(ratio))
-            gains = ratio * advantages
-            return -inputs.sloped_rows(gains, inputs.unbounded(gains))
-        held, free = held_ratio(ratio, advantages, options)
+        advantages = self.token_advantages(inputs)
+        held, free = held_ratio(inputs.ratio_values, advantages, self.settings)
         inputs.noted["clipped"] = free.shape[1] - free.sum(dim=1)  # outside the mask the ratio is 1, which is free
-        gains = held.mul_(advantages)
+        gains = inputs.tokens.keep_(held.mul_(advantages))
         return -inputs.sloped_rows(gains, inputs.unbounded(free.mul_(gains)))
 
     def token_advantages(self, inputs: LossInputs) -> Tensor:

@@ -177,15 +177,17 @@ class LossInputs:
         return value + self.correction.weights * (self.logprobs - value)
 
     def sloped_rows(self, values: Tensor, slopes: Tensor) -> Tensor:
-        """[rows] sums, under mask and correction, of values whose derivative by their own token's log-prob is known.
+        """[rows] sums, under correction, of values whose derivative by their own token's log-prob is known.
 
         Args:
-            values: [rows, T], detached; used up.
-            slopes: [rows, T] or [rows, 1], detached; used up. May be ``values`` themselves.
+            values: [rows, T], 0 outside the mask; detached.
+            slopes: the same, or [rows, 1]; used up. May be ``values`` themselves.
         """
         if self.correction is not None:
-            values = values * self.correction.weights
-            slopes = slopes * self.correction.weights
+            masked = slopes.shape == values.shape
+            values, slopes = values * self.correction.weights, slopes * self.correction.weights
+            if slopes.shape == values.shape and not masked:
+                self.tokens.keep_(slopes)
         sums: Tensor = _SlopedRows.apply(self.leaf, values, slopes, self.tokens)
         return sums
 
@@ -306,11 +308,12 @@ class LossInputs:
 class _SlopedRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, values: Tensor, slopes: Tensor, mask: Mask) -> Tensor:
-        ctx.slopes, ctx.shape = slopes, leaf.shape
-        return mask.keep_(values).sum(dim=1)
+        ctx.slopes, ctx.mask = slopes, mask
+        return values.sum(dim=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         slopes = ctx.slopes.mul_(gradient[:, None])  # a loss is differentiated once
-        return slopes.expand(ctx.shape), None, None, None
+        shape = ctx.mask.where.shape
+        return slopes if slopes.shape == shape else ctx.mask.keep(slopes.expand(shape)), None, None, None
