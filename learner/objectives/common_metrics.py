@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from learner.advantages import StepRows, count_groups, takes_part, trajectory_lengths
-from learner.kl import LOG_RATIO_LIMIT, k3_values
+from learner.kl import k3_row_sums
 from learner.objectives.inputs import LossInputs, Size
 from learner.objectives.masking import Mask
 from learner.objectives.metrics import MetricCollector, MetricSums
@@ -55,9 +55,9 @@ def measure_ratios(inputs: LossInputs, metrics: MetricCollector) -> None:
         _measure_weights(inputs.ratio_values, inputs.drift, inputs.log_ratio, tokens, metrics)
     if inputs.given_reference is not None:
         log_ratio = _sampled(inputs.reference_log_ratio(), inputs)
-        k3 = k3_values(log_ratio).sum(dim=1)
+        k3, clamped = k3_row_sums(log_ratio)
         metrics.mean_of("kl_reference", k3, tokens.total)
-        metrics.total("kl_clamped", _count_beyond(log_ratio, float(k3.amax()) + 1.0 if k3.numel() else 0.0))
+        metrics.total("kl_clamped", clamped)
     if inputs.correction is not None:
         metrics.mean("correction_truncated_share", inputs.correction.truncated, tokens)
         metrics.mean("correction_masked_share", ~inputs.correction.kept, tokens)
@@ -74,7 +74,7 @@ def _sampled(log_ratio: Tensor, inputs: LossInputs) -> Tensor:
 def _measure_weights(weights: Tensor, size: Size, log_ratio: Tensor, tokens: Mask, metrics: MetricCollector) -> None:
     """Of importance weights, which are 1 outside the mask."""
     _measure_size("log_ratio_abs", size, tokens, metrics)
-    metrics.total("ratio_clamped", _count_beyond(log_ratio, size.largest))
+    metrics.total("ratio_clamped", size.beyond(log_ratio))
     beside = weights.shape[1] - tokens.counts
     sums, squares = weights.sum(dim=1), torch.linalg.vector_norm(weights, dim=1).square()
     metrics.mean_of("ratio_mean", sums - beside, tokens.total)
@@ -84,8 +84,3 @@ def _measure_weights(weights: Tensor, size: Size, log_ratio: Tensor, tokens: Mas
 def _measure_size(name: str, size: Size, tokens: Mask, metrics: MetricCollector) -> None:
     metrics.mean_of(f"{name}_mean", size.rows, tokens.total)
     metrics.maximum_of(f"{name}_max", size.largest)
-
-
-def _count_beyond(log_ratio: Tensor, bound: float) -> Tensor | float:
-    """How many are clamped before exp; as a rule none, which a bound on their magnitude shows (k3 + 1 is one)."""
-    return 0.0 if bound <= LOG_RATIO_LIMIT else torch.count_nonzero(log_ratio.abs() > LOG_RATIO_LIMIT)

@@ -72,6 +72,11 @@ class Size:
         """Which of them need no bound, bool; None: all."""
         return None if self.largest <= LOG_RATIO_LIMIT else log_ratio.detach().abs() <= LOG_RATIO_LIMIT
 
+    def beyond(self, log_ratio: Tensor) -> Tensor | float:
+        """How many of them are clamped."""
+        within = self.within(log_ratio)
+        return 0.0 if within is None else torch.count_nonzero(~within)
+
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
