@@ -2,9 +2,9 @@
 
 Three policies stand behind a step: mu sampled (older weights, another engine), old starts the step, pi moves. A rule
 compares old with mu by rho = exp(log pi_old - log pi_mu), per token or per sequence, and turns it into weights that
-multiply the policy loss outside its min and clip, and into tokens that leave the loss (OBJECTIVES 4.9). A sequence is a
-trajectory with all its rows. Rules live in ``RULES``; a new one is a function and an entry there. ``bypass`` is no
-rule: the ratio is taken against mu itself. Group baselines never see any of it.
+multiply the policy loss outside its min and clip, and into tokens that leave the loss. A sequence is a trajectory with
+all its rows. Rules live in ``RULES``; a new one is a function and an entry there. ``bypass`` is no rule: the ratio is
+taken against mu itself. Group baselines never see any of it.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def correct(name: str, drift: Drift, low: float | None, high: float | None, drop
         name: a key of ``RULES``.
         low: lower bound on the ratio, where the rule has one.
         high: upper bound on the ratio, or the threshold, where the rule has one.
-        drop_lone: a pair of which a sequence mask takes one response goes as a whole (OBJECTIVES 4.10).
+        drop_lone: a pair of which a sequence mask takes one response goes as a whole.
     """
     correction = RULES[name].apply(drift, low, high)
     if not drop_lone or correction.sequence_weights is None:

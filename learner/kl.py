@@ -18,7 +18,7 @@ from torch import Tensor
 KlEstimator = Literal["k1", "k2", "k3", "k3_weighted"]
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +-this before ``exp`` (OBJECTIVES 0.4, as verl and OpenRLHF do)."""
+"""Log-ratios are clamped to +-this before ``exp`` (as verl and OpenRLHF do)."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:

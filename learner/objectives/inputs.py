@@ -228,7 +228,7 @@ class LossInputs:
         return self.trajectory_sum(self.correction.kept.to(self.leaf.dtype)) > 0
 
     def aggregate(self, per_token: Tensor, how: Aggregation, max_tokens: int | None = None) -> Tensor:
-        """[rows, T] -> scalar, this batch's share of the mean over the whole update (OBJECTIVES 0.2).
+        """[rows, T] -> scalar, this batch's share of the mean over the whole update.
 
         Raises:
             ValueError: sequence_sum_norm without max_tokens.
