@@ -186,14 +186,11 @@ class LossInputs:
 
         Args:
             values: [rows, T], 0 outside the mask; detached.
-            slopes: the same, or [rows, 1]; used up. May be ``values`` themselves.
+            slopes: the same; used up. May be ``values`` themselves.
         """
         if self.correction is not None:
-            masked = slopes.shape == values.shape
             values, slopes = values * self.correction.weights, slopes * self.correction.weights
-            if slopes.shape == values.shape and not masked:
-                self.tokens.keep_(slopes)
-        sums: Tensor = _SlopedRows.apply(self.leaf, values, slopes, self.tokens)
+        sums: Tensor = _SlopedRows.apply(self.leaf, values, slopes)
         return sums
 
     def unbounded(self, slopes: Tensor) -> Tensor:
@@ -312,13 +309,11 @@ class LossInputs:
 
 class _SlopedRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, values: Tensor, slopes: Tensor, mask: Mask) -> Tensor:
-        ctx.slopes, ctx.mask = slopes, mask
+    def forward(ctx: Any, leaf: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
+        ctx.slopes = slopes
         return values.sum(dim=1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        slopes = ctx.slopes.mul_(gradient[:, None])  # a loss is differentiated once
-        shape = ctx.mask.where.shape
-        return slopes if slopes.shape == shape else ctx.mask.keep(slopes.expand(shape)), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.slopes.mul_(gradient[:, None]), None, None  # a loss is differentiated once
