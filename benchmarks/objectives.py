@@ -2,8 +2,8 @@
 
 It is called as a step of the learner calls it: with the log-probs that it needs, and with the advantages and counts
 that a step computes once for all its micro-batches. The bound is one ``exp`` over a tensor of the same size, measured
-in the same run: an objective may take twenty of them, and 0.3 seconds. Both are the least of many runs taken in turns,
-so that a busy machine spoils neither.
+in the same run: an objective may take twenty of them, and 0.3 seconds. Both are medians of runs taken in turns; on one
+thread, seconds are those of the processor, which other programs do not use up.
 
     .venv/bin/python benchmarks/objectives.py [--threads 1] [--rounds 60] [NAME ...]
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,23 +61,23 @@ def as_in_a_step(objective: AnyObjective, batch: ObjectiveBatch) -> ObjectiveBat
     )
 
 
-def del_large_tensor() -> None:
-    """Brings the allocator where a learner's model has brought it: memory of this size is kept and not asked for again.
+def warm_allocator() -> None:
+    """Frees a large tensor, as a learner does all the time: from then on memory of this size is kept for the next one.
 
-    (glibc hands what is freed back to the system, page by page, until a larger piece was freed once.)
+    Until then glibc hands freed memory back to the system, and getting it again, page by page, costs what is measured.
     """
-    del_me = torch.ones(30 * 2**20 // 4)
-    del del_me
+    torch.ones(30 * 2**20 // 4)
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
-    began_s = time.perf_counter()
+    now_s = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    began_s = now_s()
     work()
-    return time.perf_counter() - began_s
+    return now_s() - began_s
 
 
 def measure(name: str, rounds: int) -> dict[str, float]:
-    """Least seconds of an objective, and how many exps that is."""
+    """Median seconds of an objective, and how many exps that is."""
     objective = build_objective(name, **REQUIRED.get(name, {}))
     batch = as_in_a_step(objective, batch_of(PAIRED.get(name, GROUP_SIZE)))
     objective(batch)
@@ -84,7 +85,7 @@ def measure(name: str, rounds: int) -> dict[str, float]:
     for _ in range(rounds):
         exps.append(seconds_of(lambda: torch.exp(batch.logprobs)))
         costs.append(seconds_of(lambda: objective(batch)))
-    one_exp_s, seconds = min(exps), min(costs)
+    one_exp_s, seconds = statistics.median(exps), statistics.median(costs)
     return {"times_exp": seconds / one_exp_s, "seconds": seconds, "exp_seconds": one_exp_s}
 
 
@@ -95,7 +96,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    del_large_tensor()
+    warm_allocator()
     figures = {}
     print(f"{COMPLETIONS} completions of up to {TOKENS} tokens, float32, {arguments.threads} threads")
     print(f"{'objective':<14} {'x exp':>8} {'seconds':>9} {'one exp':>9}")

@@ -158,7 +158,7 @@ trajectory takes no part."""
 
 
 def group_zscore(rewards: np.ndarray, scale: Scale) -> np.ndarray:
-    """(R - mean) / (sqrt(var + std_floor^2) + eps) (DeepSeekMath, 2402.03300; the floor is that of OBJECTIVES 5.5)."""
+    """(R - mean) / (sqrt(var + std_floor^2) + eps) (DeepSeekMath, 2402.03300; the floor is the noise of R)."""
     return (rewards - rewards.mean()) / (np.hypot(rewards.std(ddof=scale.ddof), scale.std_floor) + scale.eps)
 
 
@@ -173,14 +173,14 @@ def leave_one_out(rewards: np.ndarray, scale: Scale) -> np.ndarray:
 
 
 def soft_margin(rewards: np.ndarray, scale: Scale) -> np.ndarray:
-    """tanh((R - mean) / temperature); of a pair 2 sigma(difference / temperature) - 1, the expected Bradley-Terry sign
-    (OBJECTIVES 5.5)."""
+    """tanh((R - mean) / temperature); of a pair 2 sigma(difference / temperature) - 1, the expected
+    Bradley-Terry sign."""
     return np.tanh(group_mean(rewards, scale) / scale.temperature)
 
 
 def probit(rewards: np.ndarray, scale: Scale) -> np.ndarray:
-    """erf((R - mean) / noise); of a pair the expected sign of its difference under Gaussian noise of each reward
-    (OBJECTIVES 5.5)."""
+    """erf((R - mean) / noise); of a pair the expected sign of its difference under Gaussian noise of each
+    reward."""
     return np.array([math.erf(value) for value in group_mean(rewards, scale) / scale.noise])
 
 

@@ -2,9 +2,9 @@
 
 Three policies stand behind a step: mu sampled (older weights, another engine), old starts the step, pi moves. A rule
 compares old with mu by rho = exp(log pi_old - log pi_mu), per token or per sequence, and turns it into weights that
-multiply the policy loss outside its min and clip, and into tokens that leave the loss (OBJECTIVES 4.9). A sequence is a
-trajectory with all its rows. Rules live in ``RULES``; a new one is a function and an entry there. ``bypass`` is no
-rule: the ratio is taken against mu itself. Group baselines never see any of it.
+multiply the policy loss outside its min and clip, and into tokens that leave the loss. A sequence is a trajectory with
+all its rows. Rules live in ``RULES``; a new one is a function and an entry there. ``bypass`` is no rule: the ratio is
+taken against mu itself. Group baselines never see any of it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from learner.kl import bounded_exp
+from learner.numbering import Numbering
 
 TOKEN_TRUNCATION = 2.0
 """Cap of the token weights that a geometric mask leaves standing: token_tis's own."""
@@ -41,18 +42,14 @@ class Drift:
     """[rows], within the group."""
 
     @cached_property
-    def _keys(self) -> Tensor:
-        return torch.stack([self.group_ids, self.trajectory_ids], dim=1)
-
-    @cached_property
-    def _sequence(self) -> Tensor:
-        """[rows] each row's sequence, numbered from 0."""
-        return torch.unique(self._keys, dim=0, return_inverse=True)[1]
+    def _numbering(self) -> Numbering:
+        return Numbering.of(self.group_ids, self.trajectory_ids)
 
     def sequence_sum(self, per_token: Tensor) -> Tensor:
         """[rows, T] -> [rows, 1], over the trained tokens of the row's whole sequence."""
         sums = torch.where(self.mask, per_token, torch.zeros_like(per_token)).sum(dim=1)
-        return torch.zeros_like(sums).index_add(0, self._sequence, sums)[self._sequence][:, None]
+        of_row = self._numbering.of_row
+        return torch.zeros_like(sums).index_add(0, of_row, sums)[of_row][:, None]
 
     def sequence_mean(self, per_token: Tensor) -> Tensor:
         """[rows, T] -> [rows, 1]."""
@@ -65,8 +62,9 @@ class Drift:
 
     def _sequences_per_group(self, tokens: Tensor) -> Tensor:
         """[rows] how many sequences of the row's group have any of ``tokens`` ([rows, T] bool)."""
-        groups = torch.unique(self._keys[tokens.any(dim=1)], dim=0)[:, 0].contiguous()
-        return torch.searchsorted(groups, self.group_ids, right=True) - torch.searchsorted(groups, self.group_ids)
+        of_row, groups = self._numbering.of_row, self._numbering.groups
+        present = torch.zeros_like(groups).index_add(0, of_row, tokens.any(dim=1).long()) > 0
+        return torch.bincount(groups[present], minlength=len(groups))[groups[of_row]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +179,7 @@ def correct(name: str, drift: Drift, low: float | None, high: float | None, drop
         name: a key of ``RULES``.
         low: lower bound on the ratio, where the rule has one.
         high: upper bound on the ratio, or the threshold, where the rule has one.
-        drop_lone: a pair of which a sequence mask takes one response goes as a whole (OBJECTIVES 4.10).
+        drop_lone: a pair of which a sequence mask takes one response goes as a whole.
     """
     correction = RULES[name].apply(drift, low, high)
     if not drop_lone or correction.sequence_weights is None:

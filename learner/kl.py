@@ -18,7 +18,7 @@ from torch import Tensor
 KlEstimator = Literal["k1", "k2", "k3", "k3_weighted"]
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +-this before ``exp`` (OBJECTIVES 0.4, as verl and OpenRLHF do)."""
+"""Log-ratios are clamped to +-this before ``exp`` (as verl and OpenRLHF do)."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -38,9 +38,15 @@ def kl_k3(delta: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def k3_values(delta: Tensor) -> Tensor:
-    """``kl_k3`` for a metric, in fewer passes over memory."""
-    return delta.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).neg_().exp_().sub_(1.0).add_(delta)
+def k3_row_sums(delta: Tensor) -> tuple[Tensor, float]:
+    """Sums over the last dimension of ``kl_k3``, for a metric, and how many log-ratios are clamped.
+
+    k3 is at least 19 where |delta| > 20, so smaller sums show that nothing is.
+    """
+    sums = torch.neg(delta).exp_().sub_(1.0).add_(delta).sum(dim=-1)
+    if not sums.numel() or float(sums.amax()) < LOG_RATIO_LIMIT - 1.0:
+        return sums, 0.0
+    return kl_k3(delta).sum(dim=-1), float(torch.count_nonzero(delta.abs() > LOG_RATIO_LIMIT))
 
 
 def kl_estimate(estimator: KlEstimator, delta: Tensor, ratio: Tensor) -> Tensor:

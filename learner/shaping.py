@@ -1,4 +1,4 @@
-"""What becomes of a reward before the baseline, and which groups say enough to be learned from (OBJECTIVES 5).
+"""What becomes of a reward before the baseline, and which groups say enough to be learned from.
 
 Pure functions of numbers. The penalty for long completions is added here, where token counts are known; which groups
 carry signal is judged on the reward as it came, never on the shaped one.

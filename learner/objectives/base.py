@@ -192,7 +192,6 @@ class Objective(ABC, Generic[OptionsT]):
                 (coefficients,) = torch.autograd.grad(loss, inputs.leaf, allow_unused=True)
             if coefficients is None:
                 coefficients = torch.zeros_like(inputs.leaf, requires_grad=False)
-            coefficients = inputs.trained.keep(coefficients)
         with torch.no_grad():
             collector = MetricCollector()
             collector.total("loss", loss)
@@ -237,7 +236,7 @@ class Objective(ABC, Generic[OptionsT]):
         if batch.rewards is not None:
             part = part & batch.rewards.to(device).isfinite()
         offline = torch.zeros_like(part) if batch.offline is None else batch.offline.to(device)
-        trained = Mask(written & part[:, None])
+        trained = Mask(written if bool(part.all()) else written & part[:, None])
         tokens = trained if batch.offline is None else Mask(trained.where & ~offline[:, None])
 
         leaf, old, rollout = given(batch.logprobs), given(batch.old_logprobs), given(batch.rollout_logprobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
@@ -43,11 +44,12 @@ class Cispo(TokenObjective[CispoSettings]):
         return -weights * inputs.advantages * inputs.logprobs
 
     def row_losses(self, inputs: LossInputs) -> Tensor:
-        ratio = inputs.ratio_values
-        weights = clip_ratio(ratio, self.settings.clip_low, self.settings.clip_high)
+        ratio, options = inputs.ratio_values, self.settings
+        low = 0.0 if options.clip_low is None else 1.0 - options.clip_low
+        weights = ratio.clamp(low, math.inf if options.clip_high is None else 1.0 + options.clip_high)
         inputs.noted["capped"] = torch.ne(weights, ratio, out=torch.empty_like(ratio)).sum(dim=1)
-        slopes = weights * -inputs.advantages
-        return inputs.sloped_rows(slopes * inputs.leaf.detach(), slopes)
+        slopes = inputs.tokens.keep_(weights.mul_(-inputs.advantages))
+        return inputs.sloped_rows(inputs.tokens.keep_(slopes * inputs.leaf.detach()), slopes)
 
     def measure(self, inputs: LossInputs, metrics: MetricCollector) -> None:
         """Share of trained tokens whose weight is capped."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from learner.advantages import StepRows, count_groups, takes_part, trajectory_lengths
-from learner.kl import k3_values
+from learner.kl import k3_row_sums
 from learner.objectives.inputs import LossInputs, Size
 from learner.objectives.masking import Mask
 from learner.objectives.metrics import MetricCollector, MetricSums
@@ -55,10 +55,9 @@ def measure_ratios(inputs: LossInputs, metrics: MetricCollector) -> None:
         _measure_weights(inputs.ratio_values, inputs.drift, inputs.log_ratio, tokens, metrics)
     if inputs.given_reference is not None:
         log_ratio = _sampled(inputs.reference_log_ratio(), inputs)
-        size = Size.of(log_ratio)
-        _measure_size("reference_log_ratio_abs", size, tokens, metrics)
-        metrics.mean_of("kl_reference", k3_values(log_ratio).sum(dim=1), tokens.total)
-        metrics.total("kl_clamped", size.beyond(log_ratio))
+        k3, clamped = k3_row_sums(log_ratio)
+        metrics.mean_of("kl_reference", k3, tokens.total)
+        metrics.total("kl_clamped", clamped)
     if inputs.correction is not None:
         metrics.mean("correction_truncated_share", inputs.correction.truncated, tokens)
         metrics.mean("correction_masked_share", ~inputs.correction.kept, tokens)
@@ -84,4 +83,4 @@ def _measure_weights(weights: Tensor, size: Size, log_ratio: Tensor, tokens: Mas
 
 def _measure_size(name: str, size: Size, tokens: Mask, metrics: MetricCollector) -> None:
     metrics.mean_of(f"{name}_mean", size.rows, tokens.total)
-    metrics.maximum_of(f"{name}_max", size.rows.new_tensor(size.largest))
+    metrics.maximum_of(f"{name}_max", size.largest)

@@ -160,7 +160,7 @@ class FGrpo(Objective[FGrpoSettings]):
         """[trajectories], or one for all."""
         options = self.settings
         if options.weights == "none":
-            return inputs.logprobs.new_ones(1)
+            return inputs.advantages.new_ones(1)
         trajectories, logprobs = inputs.trajectories, inputs.trajectory_sum(inputs.old)
         if trajectories.rewards is None:
             raise ValueError(f"objective {self.name} with weights: {options.weights} needs rewards; hand them in")

@@ -89,8 +89,8 @@ class Grpo(TokenObjective[ClippedSettings]):
         advantages = self.token_advantages(inputs)
         held, free = held_ratio(inputs.ratio_values, advantages, self.settings)
         inputs.noted["clipped"] = free.shape[1] - free.sum(dim=1)  # outside the mask the ratio is 1, which is free
-        losses = held.mul_(-advantages)
-        return inputs.sloped_rows(losses, inputs.free_(free.mul_(losses)))
+        gains = inputs.tokens.keep_(held.mul_(advantages))
+        return -inputs.sloped_rows(gains, inputs.unbounded(free.mul_(gains)))
 
     def token_advantages(self, inputs: LossInputs) -> Tensor:
         """[rows, 1] or [rows, T], detached."""

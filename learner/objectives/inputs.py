@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from learner.advantages import Denominators
 from learner.corrections import Correction
 from learner.kl import LOG_RATIO_LIMIT, bounded_exp
+from learner.numbering import Numbering
 from learner.objectives.masking import Mask
 from learner.objectives.settings import Aggregation
 
@@ -71,11 +72,10 @@ class Size:
         """Which of them need no bound, bool; None: all."""
         return None if self.largest <= LOG_RATIO_LIMIT else log_ratio.detach().abs() <= LOG_RATIO_LIMIT
 
-    def beyond(self, log_ratio: Tensor) -> Tensor:
+    def beyond(self, log_ratio: Tensor) -> Tensor | float:
         """How many of them are clamped."""
-        if self.largest <= LOG_RATIO_LIMIT:
-            return torch.zeros((), device=log_ratio.device)
-        return torch.count_nonzero(log_ratio.detach().abs() > LOG_RATIO_LIMIT)
+        within = self.within(log_ratio)
+        return 0.0 if within is None else torch.count_nonzero(~within)
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,22 +182,21 @@ class LossInputs:
         return value + self.correction.weights * (self.logprobs - value)
 
     def sloped_rows(self, values: Tensor, slopes: Tensor) -> Tensor:
-        """[rows] sums, under mask and correction, of values whose derivative by their own token's log-prob is known.
+        """[rows] sums, under correction, of values whose derivative by their own token's log-prob is known.
 
         Args:
-            values: [rows, T], detached; used up.
-            slopes: [rows, T] or [rows, 1], detached; used up.
+            values: [rows, T], 0 outside the mask; detached.
+            slopes: the same; used up. May be ``values`` themselves.
         """
         if self.correction is not None:
-            values = values * self.correction.weights
-            slopes = slopes * self.correction.weights
-        sums: Tensor = _SlopedRows.apply(self.leaf, values, slopes, self.tokens)
+            values, slopes = values * self.correction.weights, slopes * self.correction.weights
+        sums: Tensor = _SlopedRows.apply(self.leaf, values, slopes)
         return sums
 
-    def free_(self, slopes: Tensor) -> Tensor:
-        """Slopes of a function of ``ratio_values``, made 0 in place where the ratio is a bound."""
+    def unbounded(self, slopes: Tensor) -> Tensor:
+        """Slopes of a function of ``ratio_values``, 0 where the ratio is a bound."""
         within = self.drift.within(self.log_ratio)
-        return slopes if within is None else slopes.mul_(within)
+        return slopes if within is None else slopes * within
 
     def corrected(self, per_token: Tensor) -> Tensor:
         """A policy loss per token under the off-policy correction."""
@@ -226,7 +225,7 @@ class LossInputs:
         return self.trajectory_sum(self.correction.kept.to(self.leaf.dtype)) > 0
 
     def aggregate(self, per_token: Tensor, how: Aggregation, max_tokens: int | None = None) -> Tensor:
-        """[rows, T] -> scalar, this batch's share of the mean over the whole update (OBJECTIVES 0.2).
+        """[rows, T] -> scalar, this batch's share of the mean over the whole update.
 
         Raises:
             ValueError: sequence_sum_norm without max_tokens.
@@ -248,16 +247,13 @@ class LossInputs:
 
     @cached_property
     def trajectories(self) -> Trajectories:
-        part = self.tokens.counts > 0
-        keys = torch.stack([self.group_ids[part], self.trajectory_ids[part]], dim=1)
-        unique, of_part = torch.unique(keys, dim=0, return_inverse=True)
-        index = torch.full_like(self.group_ids, -1)
-        index[part] = of_part
-        group_ids, groups = torch.unique(unique[:, 0], return_inverse=True)
-        first = torch.zeros(len(unique), dtype=torch.int64, device=index.device)
-        first[of_part] = part.nonzero()[:, 0]
+        part = (self.tokens.counts > 0).nonzero()[:, 0]
+        numbering = Numbering.of(self.group_ids[part], self.trajectory_ids[part])
+        index = torch.full_like(self.group_ids, -1).index_copy(0, part, numbering.of_row)
+        first = torch.zeros_like(numbering.groups).index_copy(0, numbering.of_row, part)
         rewards = None if self.rewards is None else self.rewards[first]
-        return Trajectories(index, groups, self._group_sizes(group_ids, groups), self.advantages[first, 0], rewards)
+        sizes = self._group_sizes(numbering.group_ids, numbering.groups)
+        return Trajectories(index, numbering.groups, sizes, self.advantages[first, 0], rewards)
 
     def _group_sizes(self, group_ids: Tensor, groups: Tensor) -> Tensor:
         here = torch.bincount(groups, minlength=len(group_ids)).tolist()
@@ -288,9 +284,7 @@ class LossInputs:
 
     def of_trajectory(self, per_trajectory: Tensor) -> Tensor:
         """[trajectories] -> [rows, 1], each row that of its trajectory; 0 on rows that take no part."""
-        index = self.trajectories.index
-        padded = torch.cat([per_trajectory, per_trajectory.new_zeros(1)])
-        return padded[torch.where(index >= 0, index, len(per_trajectory))][:, None]
+        return torch.cat([per_trajectory, per_trajectory.new_zeros(1)])[self._slots][:, None]
 
     def trajectory_lengths(self) -> Tensor:
         """[trajectories] generated tokens, masked or not.
@@ -303,19 +297,23 @@ class LossInputs:
         return self._over_rows(self.lengths)
 
     def _over_rows(self, per_row: Tensor) -> Tensor:
-        part = self.trajectories.index >= 0
-        zeros = per_row.new_zeros(len(self.trajectories.groups))
-        return zeros.index_add(0, self.trajectories.index[part], per_row[part])
+        number = len(self.trajectories.groups)
+        return per_row.new_zeros(number + 1).index_add(0, self._slots, per_row)[:number]
+
+    @cached_property
+    def _slots(self) -> Tensor:
+        """[rows] each row's trajectory; one more than the last for rows that take no part."""
+        index = self.trajectories.index
+        return torch.where(index >= 0, index, len(self.trajectories.groups))
 
 
 class _SlopedRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, values: Tensor, slopes: Tensor, mask: Mask) -> Tensor:
-        ctx.slopes, ctx.shape = slopes, leaf.shape
-        return mask.keep_(values).sum(dim=1)
+    def forward(ctx: Any, leaf: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
+        ctx.slopes = slopes
+        return values.sum(dim=1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        slopes = ctx.slopes.mul_(gradient[:, None])  # a loss is differentiated once
-        return slopes.expand(ctx.shape), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.slopes.mul_(gradient[:, None]), None, None  # a loss is differentiated once

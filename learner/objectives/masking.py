@@ -31,10 +31,7 @@ class Mask:
         return kept
 
     def difference(self, left: Tensor, right: Tensor) -> Tensor:
-        """``keep(left - right)`` in one pass less; ``right`` is a constant.
-
-        Its gradient is not masked: ``left`` is what the loss is differentiated by, and is masked as a whole.
-        """
+        """``keep(left - right)`` in one pass less; ``right`` is a constant."""
         kept: Tensor = _KeptDifference.apply(left, right, self)
         return kept
 
@@ -50,7 +47,7 @@ class Mask:
 
     @cached_property
     def total(self) -> Tensor:
-        """Scalar int64."""
+        """Scalar int64, of them all."""
         return self.counts.sum()
 
     def bits(self, dtype: torch.dtype) -> Tensor:
@@ -85,12 +82,13 @@ class _Keep(torch.autograd.Function):
 class _KeptDifference(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, mask: Mask) -> Tensor:
+        ctx.mask = mask
         return mask.keep_(left - right)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient, None, None
+        return ctx.mask._kept(gradient), None, None
 
 
 class _RowSums(torch.autograd.Function):

@@ -8,6 +8,7 @@ them from the device once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -52,17 +53,21 @@ def _merged(left, right, combine):
     return merged
 
 
+Number: TypeAlias = Tensor | float
+
+
 class MetricCollector:
     """Gathers metrics of one batch as tensors.
 
-    A mask is bool or a ``Mask``, of the values' shape. What ends in ``_of`` takes numbers that are 0 outside the mask.
+    A mask is bool or a ``Mask``, of the values' shape. What ends in ``_of`` takes numbers that are 0 outside the mask,
+    of which every dimension is summed.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
-        self._totals: dict[str, Tensor] = {}
-        self._maxima: dict[str, Tensor] = {}
-        self._moments: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._sums: dict[str, tuple[Number, Number]] = {}
+        self._totals: dict[str, Number] = {}
+        self._maxima: dict[str, Number] = {}
+        self._moments: dict[str, tuple[Number, Number, Number]] = {}
 
     def mean(self, name: str, values: Tensor, mask: Tensor | Mask) -> None:
         """Mean of ``values`` where ``mask`` holds; bool values give a share."""
@@ -72,22 +77,22 @@ class MetricCollector:
         else:
             self.mean_of(name, where.keep(values.detach()), torch.count_nonzero(where.where))
 
-    def mean_of(self, name: str, values: Tensor, count: Tensor) -> None:
+    def mean_of(self, name: str, values: Tensor, count: Number) -> None:
         """Sum of ``values`` over ``count``."""
-        self._sums[name] = _sum(values), count
+        self._sums[name] = _by_row(values), count
 
-    def total(self, name: str, values: Tensor) -> None:
+    def total(self, name: str, values: Number) -> None:
         """Sum of ``values``."""
-        self._totals[name] = values.detach().sum()
+        self._totals[name] = _by_row(values) if isinstance(values, Tensor) else values
 
     def maximum(self, name: str, values: Tensor, mask: Tensor | Mask) -> None:
         """Largest of non-negative ``values`` where ``mask`` holds; 0 over nothing."""
         where = mask if isinstance(mask, Mask) else Mask(mask)
         chosen = where.keep(values.detach())
-        self.maximum_of(name, chosen.amax() if chosen.numel() else chosen.sum())
+        self.maximum_of(name, chosen.amax() if chosen.numel() else 0.0)
 
-    def maximum_of(self, name: str, value: Tensor) -> None:
-        """A scalar."""
+    def maximum_of(self, name: str, value: Number) -> None:
+        """A single number."""
         self._maxima[name] = value
 
     def effective_share(self, name: str, weights: Tensor, mask: Tensor | Mask) -> None:
@@ -97,27 +102,39 @@ class MetricCollector:
         squares = torch.linalg.vector_norm(kept, dim=-1).square()
         self.effective_share_of(name, kept, squares, torch.count_nonzero(where.where))
 
-    def effective_share_of(self, name: str, weights: Tensor, squares: Tensor, count: Tensor) -> None:
-        """Of weights and of their squares, each summed over all their dimensions."""
-        self._moments[name] = count, _sum(weights), _sum(squares)
+    def effective_share_of(self, name: str, weights: Tensor, squares: Tensor, count: Number) -> None:
+        """Of weights and of their squares."""
+        self._moments[name] = count, _by_row(weights), _by_row(squares)
 
     def read(self) -> MetricSums:
         """Everything collected, in one transfer from the device."""
-        flat = [tensor for pair in self._sums.values() for tensor in pair]
-        flat += [*self._totals.values(), *self._maxima.values()]
-        flat += [tensor for triple in self._moments.values() for tensor in triple]
-        if not flat:
-            return MetricSums()
-        numbers = iter(torch.stack([tensor.double() for tensor in flat]).tolist())
+        numbers: list[Number] = [number for pair in self._sums.values() for number in pair]
+        numbers += [*self._totals.values(), *self._maxima.values()]
+        numbers += [number for triple in self._moments.values() for number in triple]
+        values = iter(_added(numbers))
         return MetricSums(
-            sums={name: (next(numbers), next(numbers)) for name in self._sums},
-            totals={name: next(numbers) for name in self._totals},
-            maxima={name: next(numbers) for name in self._maxima},
-            moments={name: (next(numbers), next(numbers), next(numbers)) for name in self._moments},
+            sums={name: (next(values), next(values)) for name in self._sums},
+            totals={name: next(values) for name in self._totals},
+            maxima={name: next(values) for name in self._maxima},
+            moments={name: (next(values), next(values), next(values)) for name in self._moments},
         )
 
 
-def _sum(values: Tensor) -> Tensor:
-    """Scalar float64: rows are summed in their own precision, then together."""
+def _by_row(values: Tensor) -> Tensor:
+    """Rows are summed in their own precision, and added in float64 later."""
     numbers = values.detach()
-    return (numbers.sum(dim=-1) if numbers.ndim > 1 else numbers).sum(dtype=torch.float64)
+    return numbers.sum(dim=-1) if numbers.ndim > 1 else numbers
+
+
+def _added(numbers: list[Number]) -> list[float]:
+    """The sum of each tensor, float64, few operations for all; plain numbers as they are."""
+    tensors = {id(number): number for number in numbers if isinstance(number, Tensor)}
+    alike: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
+    for tensor in tensors.values():
+        alike.setdefault((tensor.dtype, tensor.shape), []).append(tensor)
+    if not tensors:
+        return [float(number) for number in numbers]
+    added = [torch.stack(group).reshape(len(group), -1).sum(dim=1, dtype=torch.float64) for group in alike.values()]
+    order = [id(tensor) for group in alike.values() for tensor in group]
+    values = dict(zip(order, torch.cat(added).tolist(), strict=True))
+    return [values[id(number)] if isinstance(number, Tensor) else float(number) for number in numbers]

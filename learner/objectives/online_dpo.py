@@ -57,6 +57,7 @@ class PairObjective(Objective[PairSettings]):
 
     def loss(self, inputs: LossInputs) -> Tensor:
         margins, weights = self.pairs(inputs)
+        inputs.noted.update(margins=margins.detach(), weights=weights)
         return (self.margin_loss(margins) * weights).sum() / max(inputs.denominators.groups, 1)
 
     def pairs(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
@@ -75,7 +76,7 @@ class PairObjective(Objective[PairSettings]):
 
     def measure(self, inputs: LossInputs, metrics: MetricCollector) -> None:
         """Margins in implicit reward, and how often the policy already prefers what the reward prefers."""
-        margins, weights = self.pairs(inputs)
+        margins, weights = inputs.noted["margins"], inputs.noted["weights"]
         metrics.mean("margin_mean", self.settings.beta * margins, weights > 0)
         metrics.mean("preference_accuracy", margins > 0, weights > 0)
 

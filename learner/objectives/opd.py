@@ -68,14 +68,25 @@ class Opd(Grpo):
             values.append(value if read else 0.0 if takes_part else None)
         return values
 
+    def row_losses(self, inputs: LossInputs) -> Tensor:
+        options = self.settings
+        if (options.clip_low, options.clip_high, options.dual_clip) != (None, None, None):
+            return super().row_losses(inputs)
+        inputs.noted["clipped"] = inputs.leaf.new_zeros(len(inputs.leaf))
+        gains = self.token_advantages(inputs).mul_(inputs.ratio_values)
+        return -inputs.sloped_rows(gains, inputs.unbounded(gains))
+
     def measure(self, inputs: LossInputs, metrics: MetricCollector) -> None:
         """Nats per token that the policy of the start is away from its teacher, and what the clip takes away."""
-        metrics.mean_of("teacher_kl", (inputs.old - inputs.required_reference).sum(dim=1), inputs.tokens.total)
+        metrics.mean_of("teacher_kl", inputs.noted["teacher_kl"], inputs.tokens.total)
         metrics.mean_of("clip_share", inputs.noted["clipped"], inputs.tokens.total)
 
     def token_advantages(self, inputs: LossInputs) -> Tensor:
-        """[rows, T]."""
-        teacher = inputs.required_reference - inputs.old
+        """[rows, T], 0 outside the mask; the caller's own."""
+        teacher = inputs.log_ratio.detach() - inputs.reference_log_ratio().detach()  # log pi_teacher - log pi_old
+        inputs.noted["teacher_kl"] = -teacher.sum(dim=1)
         if self.settings.level == "sequence":
-            teacher = inputs.of_trajectory(inputs.trajectory_sum(teacher))
-        return teacher + self.settings.reward_weight * inputs.advantages
+            teacher = inputs.tokens.keep(inputs.of_trajectory(inputs.trajectory_sum(teacher)))
+        if self.settings.reward_weight > 0.0:
+            teacher.add_(inputs.tokens.keep(self.settings.reward_weight * inputs.advantages))
+        return teacher

@@ -42,8 +42,8 @@ class Rloo(TokenObjective[TokenSettings]):
         return -inputs.advantages * inputs.logprobs
 
     def row_losses(self, inputs: LossInputs) -> Tensor:
-        slopes = -inputs.advantages
-        return inputs.sloped_rows(slopes * inputs.leaf.detach(), slopes)
+        slopes = inputs.tokens.keep(-inputs.advantages)
+        return inputs.sloped_rows(inputs.tokens.keep_(slopes * inputs.leaf.detach()), slopes)
 
     def check_passes(self, epochs: int, minibatches: int) -> None:
         if epochs * minibatches > 1 and self.settings.correction == "none":

@@ -42,7 +42,8 @@ class Sapo(TokenObjective[SapoSettings]):
         half, negative, ratio = 0.5 * self._tau(inputs.advantages), -inputs.advantages, inputs.ratio_values
         gate = (ratio * half).sub_(half).tanh_()
         slopes = torch.addcmul(torch.ones_like(half), gate, gate, value=-1.0).mul_(ratio).mul_(negative)
-        return inputs.sloped_rows(gate.add_(1.0).mul_(negative / half), inputs.free_(slopes))
+        losses = gate.add_(1.0).mul_(negative / half)
+        return inputs.sloped_rows(inputs.tokens.keep_(losses), inputs.tokens.keep_(inputs.unbounded(slopes)))
 
     def _tau(self, advantages: Tensor) -> Tensor:
         positive = torch.full_like(advantages, self.settings.tau_positive)

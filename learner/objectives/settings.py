@@ -37,7 +37,7 @@ class ObjectiveSettings(Settings):
     refused: ClassVar[dict[str, str]] = {}
     """Options people will look for in vain, with what to write instead."""
     refused_corrections: ClassVar[Mapping[str, str]] = {}
-    """Corrections that do not go with this objective, with the reason and the mend (OBJECTIVES 4.10)."""
+    """Corrections that do not go with this objective, with the reason and the mend."""
     stale_correction: ClassVar[str] = "token_tis"
     """The correction of a recipe that names none while its groups may be stale."""
 

@@ -104,12 +104,11 @@ def build_objective_of(recipe: Recipe) -> Any:
             f"objective.overlong_max_tokens: {overlong.max_tokens} with overlong_cache_tokens {overlong.cache_tokens} "
             f"has no effect: completions end at rollout.max_tokens {recipe.rollout.max_tokens}"
         )
-    correction = getattr(objective.settings, "correction", chosen.correction)
-    staleness = recipe.stream.max_staleness
-    if staleness > 0 and correction == "none" and objective.settings.stale_correction != "none":
+    staleness, anchor = recipe.stream.max_staleness, objective.settings.stale_correction
+    if staleness > 0 and objective.settings.correction == "none" and anchor != "none":
         raise ConfigError(
             f"objective.correction: none with stream.max_staleness: {staleness}: groups up to {staleness} versions old "
-            "would be trained without any off-policy anchor; use correction: token_tis, or max_staleness: 0"
+            f"would be trained without any off-policy anchor; use correction: {anchor}, or max_staleness: 0"
         )
     return objective
 

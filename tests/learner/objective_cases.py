@@ -172,7 +172,7 @@ def slow_advantages(case: Case, options: dict[str, Any]) -> list[float | None]:
 
 
 def nearly_equal(values: Sequence[float]) -> bool:
-    """The zero-variance test of OBJECTIVES 0.4."""
+    """The zero-variance test: not on the std, which rounding leaves above 0."""
     return max(values) - min(values) <= 1e-6 * max(1.0, max(map(abs, values)))
 
 

@@ -68,6 +68,21 @@ def test_nan_under_a_mask_does_not_leak(seed):
     assert dirty.metrics == clean.metrics
 
 
+@pytest.mark.parametrize("correction", ["none", "token_tis", "sequence_mask"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "cispo", "sapo", "gspo", "opd"])
+def test_a_masked_token_stays_still_also_where_every_row_has_one(name, correction):
+    if correction in build_objective(name).Options.refused_corrections:
+        return
+    one = [[-1.0], [-2.0], [-1.5]]
+    batch = ObjectiveBatch.from_lists(
+        logprobs=one, old_logprobs=one, reference_logprobs=[[-1.2], [-1.9], [-1.4]], rollout_logprobs=one,
+        loss_mask=[[True], [False], [True]], rewards=[1.0, 0.0, 0.5], group_ids=[0, 0, 0],
+    )  # fmt: skip
+    moved = build_objective(name, correction=correction)(batch).coefficients[:, 0] != 0
+    assert moved[0]
+    assert not moved[1]
+
+
 def test_a_null_reward_leaves_the_loss_also_when_advantages_are_handed_in():
     batch = random_case(2).batch(rewards=None)
     rewards = torch.ones(len(batch))

@@ -1,4 +1,4 @@
-"""Rewards before the baseline, soft advantages, and which groups say enough (OBJECTIVES 5)."""
+"""Rewards before the baseline, soft advantages, and which groups say enough."""
 
 from __future__ import annotations
 
