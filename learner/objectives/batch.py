@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from learner.advantages import Denominators, StepRows
+from learner.objectives.masking import Mask
 
 TokenLists = Sequence[Sequence[float]]
 
@@ -147,18 +148,18 @@ class ObjectiveBatch:
         """The facts from which advantages and denominators follow, read from the device."""
         assert self.trajectory_ids is not None
         rewards = [math.nan] * len(self) if self.rewards is None else self.rewards.tolist()
-        reference = self.reference_logprobs
+        mask, reference = Mask(self.mask), self.reference_logprobs
+        if reference is not None and reference.dtype.itemsize < 4:
+            reference = reference.float()
         return StepRows(
             rewards=[value if math.isfinite(value) else None for value in rewards],
             group_ids=self.group_ids.tolist(),
             trajectory_ids=self.trajectory_ids.tolist(),
-            token_counts=self.mask.sum(dim=1).tolist(),
+            token_counts=mask.counts.tolist(),
             kl=None if kl is None else kl.tolist(),
             lengths=None if self.lengths is None else self.lengths.tolist(),
             offline=None if self.offline is None else self.offline.tolist(),
-            reference_logprobs=None
-            if reference is None
-            else torch.where(self.mask, reference.double(), 0.0).sum(dim=1).tolist(),
+            reference_logprobs=None if reference is None else mask.row_sums(reference).tolist(),
         )
 
 
