@@ -52,7 +52,7 @@ class RankGroup:
         """
         ends_s = time.monotonic() + deadline_s
         self._refuse_after_failure()
-        try:
+        try:  # in this very task rather than by ``within``, so that a cancelled caller leaves no turn taken
             async with asyncio.timeout(deadline_s):
                 await self._turn.acquire()
         except TimeoutError:

@@ -20,6 +20,7 @@ from reward_service.scorer import build_scorer
 from rollout_workers.actor import RolloutClient, WorkerPlan, create_rollout_actor
 from system import ray_session
 from system.control import start_control
+from system.core.deadlines import together
 from system.logs import LOG_FOLDER_VARIABLE, QUIET_ENVIRONMENT, ROLE_VARIABLE
 from system.parts import LearnerPart, PairSupply, learner_plan, ledger_limits, probe_limit, probe_tokens
 from system.recipe import Plan, Recipe, reference_settings
@@ -61,7 +62,7 @@ async def open_parts(recipe: Recipe, plan: Plan, folder: RunFolder, record: RunR
         opened.push_async_callback(pool.close)
         workers, reference = await _rollout_workers(recipe, plan, folder, record, stream, scorer)
         opened.push_async_callback(workers.close)
-        await _together(pool.start(), workers.start())
+        await together(pool.start(), workers.start())
 
         learner = LearnerPart(pool, _backend(plan), await PairSupply.open(plan, reference))
         sync = WeightSync(
@@ -137,17 +138,6 @@ def _options(folder: RunFolder, role: str, gpus: int) -> dict[str, Any]:
 
 def _backend(plan: Plan) -> Any:
     return plan.placement.sync_backend
-
-
-async def _together(*calls: Any) -> list[Any]:
-    """All results, or the first failure at once."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        raise
 
 
 def _described(recipe: Recipe, plan: Plan) -> list[str]:

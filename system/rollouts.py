@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from rollout_workers.fleet import Fleet, TransferPlan
-from system.core.deadlines import first_line, within
+from system.core.deadlines import first_line, together, within
 from system.core.errors import InfrastructureError, WorkerLost
 
 log = logging.getLogger("triptych.rollouts")
@@ -83,13 +83,7 @@ class RolloutWorkers:
 
     async def start(self) -> None:
         """Starts all workers at once. Raises the first failure."""
-        opening = [asyncio.ensure_future(self._open(member.name)) for member in self.fleet.members()]
-        try:
-            await asyncio.gather(*opening)
-        except BaseException:
-            for task in opening:
-                task.cancel()
-            raise
+        await together(*(self._open(member.name) for member in self.fleet.members()))
 
     async def check(self) -> None:
         """Raises what no rebuilding mends, or ``WorkerLost`` with the first cause when nobody is left to rebuild."""

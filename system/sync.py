@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rollout_workers.fleet import TransferPlan
 from system.core.deadlines import first_line, within
 from system.core.errors import LearnerLost, SyncFailed, TriptychError
 from system.core.weights.wire import TransferBroken, WeightsRejected
@@ -54,16 +55,6 @@ class Receiver(Protocol):
     async def probe(self, tokens: Sequence[int], deadline_s: float) -> list[float]: ...
 
     async def admit(self, version: int) -> None: ...
-
-
-class TransferPlan(Protocol):
-    """Ranks in a transfer group, by value."""
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def offsets(self) -> dict[str, int]: ...
 
 
 class Members(Protocol):

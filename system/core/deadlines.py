@@ -1,7 +1,8 @@
 """The one place that waits. Every wait has a deadline, an owner (``what``) and a named error.
 
-``within`` is for coroutines and futures, ``answer`` for calls to Ray actors, ``wait_ray`` for code outside an event
-loop. No other module calls ``ray.get`` or awaits something remote without one of these; a lint test holds that.
+``within`` is for coroutines and futures, ``together`` for several that have deadlines already, ``answer`` for calls to
+Ray actors, ``wait_ray`` for code outside an event loop. No other module calls ``ray.get`` or awaits something remote
+without one of these; a lint test holds that.
 """
 
 from __future__ import annotations
@@ -46,6 +47,16 @@ async def within(
         return task.result()
     task.cancel()
     raise error(f"{what}: no answer within {deadline_s:g} s")
+
+
+async def together(*calls: Awaitable[Any]) -> list[Any]:
+    """All results, or the first failure at once, which cancels the other calls. Each call has its own deadline."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def answer(

@@ -10,11 +10,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from system.core.clock import SimulatedClock
-from system.core.deadlines import DeadlineExceeded, within
+from system.core.deadlines import DeadlineExceeded, together, within
 from system.core.errors import ConfigError, SyncFailed
 from system.core.records import Group, RecordError, Row, rewards_are_equal
 from system.core.seeds import request_seed
 from system.core.settings import Settings, parse_settings
+
+
+def test_of_calls_together_the_first_failure_ends_the_others_at_once() -> None:
+    cancelled: list[bool] = []
+
+    async def long() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    async def failing() -> None:
+        await asyncio.sleep(0.01)
+        raise SyncFailed("the first")
+
+    async def story() -> None:
+        with pytest.raises(SyncFailed, match="the first"):
+            await together(long(), failing())
+        await asyncio.sleep(0)
+        assert cancelled == [True]
+        assert await together(asyncio.sleep(0, "a"), asyncio.sleep(0, "b")) == ["a", "b"]
+
+    asyncio.run(story())
 
 
 def test_a_wait_ends_at_its_deadline_with_the_name_of_what_it_waited_for() -> None:
