@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from learner.settings import LearnerSettings
@@ -148,7 +149,16 @@ def _import_deepspeed(world: World) -> Any:
     # The shared-memory collectives are compiled at first use, which needs a compiler on every node.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo" if world.device.type == "cpu" else "nccl", auto_mpi_discovery=False)
+    _forget_groups_of_an_ended_world(deepspeed.utils.groups)
     return deepspeed
+
+
+def _forget_groups_of_an_ended_world(groups: Any) -> None:
+    """DeepSpeed keeps the process groups of the first world of a process, though that world may have been ended by
+    others without its knowledge: a vLLM engine in the same process does so when it closes."""
+    kept = groups._WORLD_GROUP
+    if kept is not None and kept not in dist.distributed_c10d._world.pg_group_ranks:
+        groups._release_process_group_references()
 
 
 def _configuration(settings: LearnerSettings, half: bool) -> dict[str, Any]:

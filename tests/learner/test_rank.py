@@ -315,6 +315,12 @@ def test_a_group_coupled_objective_learns_the_same_in_one_pass_and_in_two(tiny_l
     assert_same(one_pass, two_pass, atol=1e-5)
 
 
+def test_a_rank_starts_in_a_process_whose_former_world_was_ended_by_others(tiny_llama):
+    first = trained(tiny_llama, make_groups())
+    torch.distributed.destroy_process_group()
+    assert_same(trained(tiny_llama, make_groups()), first)
+
+
 def test_a_single_rank_opens_no_port_beyond_loopback():
     script = (
         "import psutil, torch; from learner.world import World; World.open(0, 1, torch.device('cpu'), 30.0);"

@@ -28,7 +28,8 @@ GONE_S = 10.0
 @pytest.fixture(scope="module")
 def other_node() -> Iterator[str]:
     """A cluster of two nodes on this machine; the id of the one where the driver is not."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    head = {"num_cpus": 1, "include_dashboard": False, "resources": {"driver": 1}}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     other = cluster.add_node(num_cpus=1, resources={"other": 1})
     ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
     yield other.node_id
@@ -56,7 +57,7 @@ def family_of(worker: RolloutClient) -> list[psutil.Process]:
 def test_a_worker_whose_processes_are_all_stopped_is_gone_at_once(
     other_node: str, tiny_folders: dict[str, Path], loop: asyncio.Runner
 ) -> None:
-    worker = create_rollout_actor(plan(tiny_folders["first"]), num_cpus=0)
+    worker = create_rollout_actor(plan(tiny_folders["first"]), num_cpus=0, resources={"driver": 0.1})
     loop.run(worker.start(DEADLINE_S))
     assert worker.place is not None
     assert worker.place.node_id != other_node
@@ -96,7 +97,7 @@ def test_a_stopped_worker_on_another_node_is_gone_too(
 def test_a_worker_that_never_started_is_discarded_too(
     other_node: str, tiny_folders: dict[str, Path], loop: asyncio.Runner
 ) -> None:
-    worker = create_rollout_actor(plan(tiny_folders["first"]), num_cpus=0)
+    worker = create_rollout_actor(plan(tiny_folders["first"]), num_cpus=0, resources={"driver": 0.1})
     loop.run(worker.discard(GONE_S))
     with pytest.raises(EngineDied, match="w0"):
         loop.run(worker.status())
