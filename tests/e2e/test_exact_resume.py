@@ -28,7 +28,7 @@ from system.run_folder import RunFolder
 from tests.e2e.conftest import ROOT, tiny_recipe, write_recipe
 from tests.e2e.test_endings import SLOW_REWARD, processes_of, wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 STEPS = 8
 DEADLINE_S = 500
@@ -150,13 +150,11 @@ def test_a_killed_learner_rank_takes_the_run_back_to_its_checkpoint_and_nothing_
     assert run.folder.read().incarnation == 1
 
 
-@pytest.mark.long
 def test_every_worker_killed_and_the_only_worker_killed(make: Make, undisturbed: Run) -> None:
     check_same(disturbed(make, TWO_WORKERS, kill_engine, kill_actor), undisturbed)
     check_same(disturbed(make, [], kill_actor, kill_engine), undisturbed)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("attempt", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_killed_at_a_random_moment_and_started_again_is_the_undisturbed_one(
