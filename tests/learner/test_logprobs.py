@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from learner import attention, logprobs
-from learner.logprobs import LogprobModel, ScoredRow, completion_logprobs, token_batch
+from learner.logprobs import LogprobModel, completion_logprobs
 from learner.model import load_causal_lm
+from learner.token_batch import ScoredRow, token_batch
 from system.core.errors import ConfigError
 from system.core.model import ModelSettings
 
