@@ -53,6 +53,11 @@ class PackedRow:
             self._masks[window] = PrefixMask(self.layout, window, self.device)
         return self._masks[window]
 
+    @property
+    def layers_asked(self) -> int:
+        """How many layers have computed their attention by this row so far."""
+        return sum(mask.layers_asked for mask in self._masks.values())
+
 
 _packed_row: ContextVar[PackedRow | None] = ContextVar("packed_row", default=None)
 
@@ -115,6 +120,7 @@ def attend(
     if isinstance(attention_mask, PrefixMask):
         if special or options.get("dropout"):
             raise LayoutUnsupported("its attention takes a bias or sinks")
+        attention_mask.layers_asked += 1
         if query.device.type == "cuda" and query.shape[2] >= FLEX_ROW_TOKENS:
             return _flexible(module, query, key, value, attention_mask, scaling, softcap), None
         return tiled_attention(query, key, value, attention_mask, scaling, softcap), None

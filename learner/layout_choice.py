@@ -7,8 +7,7 @@ the model then says why (``LogprobModel.layout_reason``). Call it before weights
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-6}
 """Mean gap in nat between packed and padded log-probs; what rounding may do."""
 HALF_TOLERANCE = 0.1
 """The same in bfloat16 and float16, whose rounding alone moves a log-prob by 0.03."""
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -81,8 +81,11 @@ def _failure(model: LogprobModel, dense_mask: bool) -> str | None:
     rows = _rows(model.causal_lm.config.get_text_config().vocab_size)
     before = model.dense_mask
     model.dense_mask = dense_mask
+    device = next(model.parameters()).device
+    packed, padded = (token_batch(rows, device, layout) for layout in LAYOUTS)
     try:
-        gap = float(np.abs(_logprobs(model, rows, "shared_prefix") - _logprobs(model, rows, "padded")).mean())
+        with torch.no_grad():
+            gap = float((model(packed) - model(padded)).abs().mean())
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, NotImplementedError) as failure:
         return f"a packed row fails: {type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
     except ConfigError as failure:
@@ -92,6 +95,10 @@ def _failure(model: LogprobModel, dense_mask: bool) -> str | None:
     allowed = TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE)
     if not gap <= allowed:
         return f"packed and padded log-probs differ by {gap:.2g} nat on average"
+    layers = model.causal_lm.config.get_text_config().num_hidden_layers
+    assert packed.packed is not None
+    if not dense_mask and packed.packed.layers_asked != layers:
+        return f"{packed.packed.layers_asked} of its {layers} layers have an attention that can be told what to see"
     return None
 
 
@@ -105,8 +112,3 @@ def _rows(vocabulary: int) -> list[ScoredRow]:
     first, second, twin = tokens(7), tokens(4), tokens(6)
     return [ScoredRow(first, twin), ScoredRow(first, twin), ScoredRow(first, tokens(1)), ScoredRow(second, tokens(5))]
 
-
-def _logprobs(model: LogprobModel, rows: Sequence[ScoredRow], layout: Layout) -> np.ndarray:
-    batch = token_batch(rows, next(model.parameters()).device, layout)
-    with torch.no_grad():
-        return model(batch).float().cpu().numpy()

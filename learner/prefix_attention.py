@@ -67,6 +67,7 @@ class PrefixMask:
         self._biases: dict[torch.dtype, list[Tensor]] = {}
         self.block_mask: Any = None
         """Flex attention's form of it, where that was asked for."""
+        self.layers_asked = 0
 
     def biases(self, dtype: torch.dtype) -> list[Tensor]:
         """Per tile what is added to the scores of the keys from ``masked_from`` on."""
