@@ -26,7 +26,7 @@ from system.core.errors import CheckpointDamaged, TriptychError
 
 CHECKPOINT_TAG = "engine"
 BUCKET_ELEMENTS = 50_000_000
-"""Gradients and weights travel between the ranks in pieces of this size; DeepSpeed's own of 1 GB cost as much memory."""
+"""Gradients and weights travel between ranks in pieces of this size; DeepSpeed's own default costs 1 GB of memory."""
 
 
 class NonFiniteError(TriptychError):

@@ -111,4 +111,3 @@ def _rows(vocabulary: int) -> list[ScoredRow]:
 
     first, second, twin = tokens(7), tokens(4), tokens(6)
     return [ScoredRow(first, twin), ScoredRow(first, twin), ScoredRow(first, tokens(1)), ScoredRow(second, tokens(5))]
-

@@ -185,5 +185,6 @@ def _weights(
 def dense_bias(layout: PrefixLayout, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """[1, 1, L, L] for models with an attention of their own: 0 where a query sees a key, else the least number."""
     hidden = torch.from_numpy(~layout.visible()).to(device)
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)[None, None]
-
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)[
+        None, None
+    ]

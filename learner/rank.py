@@ -130,9 +130,7 @@ class LearnerRank:
         choices = self.world.gather((self.model.layout, self.model.layout_reason))
         self.model.layout, self.model.layout_reason = min(choices, key=lambda choice: choice[0] != "padded")
         self.engine = TrainingEngine(self.model, settings, self.world)
-        self.runner = StepRunner(
-            self.engine, objective, self.world, settings.tokens_per_microbatch, self.model.layout
-        )
+        self.runner = StepRunner(self.engine, objective, self.world, settings.tokens_per_microbatch, self.model.layout)
         self.weights = PolicyWeights(causal_lm, self.engine.whole, keep_copies=settings.zero == 3)
         return self.model.layout, self.model.layout_reason
 

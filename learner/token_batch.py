@@ -115,9 +115,7 @@ class TokenBatch:
         return values[self.line, self.column]
 
 
-def token_batch(
-    rows: Sequence[ScoredRow], device: torch.device | str = "cpu", layout: Layout = "padded"
-) -> TokenBatch:
+def token_batch(rows: Sequence[ScoredRow], device: torch.device | str = "cpu", layout: Layout = "padded") -> TokenBatch:
     """Lays rows out for one forward pass.
 
     Raises:
