@@ -90,7 +90,7 @@ def mask_of(**arguments: Any) -> Any:
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    row = _packed_row.get()
+    row = _packed_row.get(None)
     if row is None:
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**arguments)
     window = arguments.get("local_size")

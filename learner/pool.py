@@ -7,6 +7,7 @@ transfer leaves the pool as it was, under every ZeRO stage. Called by the run's 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from system.core.errors import ConfigError, LearnerLost
 from system.core.records import Group, Row
 from system.core.weights.sender import SenderBackend, SendReport
 from system.core.weights.wire import DEFAULT_BUCKET_BYTES, Endpoint, Manifest
+
+log = logging.getLogger("triptych.learner")
 
 TRANSFER_GRACE_S = 5.0
 """A transfer ends at its own deadline with an error that names what broke; the pool waits this much longer for it."""
@@ -78,6 +81,7 @@ class LearnerPool:
         if self.size > 1:
             meeting = await self._ranks.first("meeting", deadline_s, await self.sender_address(deadline_s))
         self.layout, self.layout_reason = (await self._ranks.all("setup", deadline_s, meeting))[0]
+        log.info("rows are laid out as %s: %s", self.layout, self.layout_reason)
         couples = build_objective(**self.plan.objective).unit == "group"
         self._tolerance = COUPLED_TOLERANCE if couples else TOLERANCE
 

@@ -85,6 +85,13 @@ class StepReport:
     shared_prompt_share: float = 0.0
     """Share of the rows' prompt tokens that were not computed because another row had them, on all ranks."""
 
+    def figures(self) -> dict[str, float]:
+        """How its passes were filled, for the step's line of metrics."""
+        return {
+            "learner/padding_share": self.padding_share,
+            "learner/shared_prompt_share": self.shared_prompt_share,
+        }
+
 
 class LearnerRank:
     """Rank ``rank`` of ``size``; ``setup`` loads the model and joins the others."""
