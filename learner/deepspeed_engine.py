@@ -26,6 +26,8 @@ from learner.world import World
 from system.core.errors import CheckpointDamaged, TriptychError
 
 CHECKPOINT_TAG = "engine"
+BUCKET_ELEMENTS = 50_000_000
+"""Gradients and weights travel between ranks in pieces of this size; DeepSpeed's own default costs 1 GB of memory."""
 
 
 class NonFiniteError(TriptychError):
@@ -56,6 +58,9 @@ class TrainingEngine:
         if self._half and self.zero == 0:
             # This optimiser takes a trial step to create its state, which counts in Adam's bias correction.
             self._optimizer.optimizer.state.clear()
+        if self._half and self.zero <= 1 and world.size == 1:
+            # There is nobody to sum gradients with; DeepSpeed would copy all of them there and back.
+            self._engine.enable_backward_allreduce = False
         self._gathered = deepspeed.zero.GatheredParameters
 
     def forward(self, *inputs: Any) -> Tensor:
@@ -171,6 +176,8 @@ def _configuration(settings: LearnerSettings, half: bool) -> dict[str, Any]:
             "stage": settings.zero,
             "overlap_comm": False,
             "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "allgather_bucket_size": BUCKET_ELEMENTS,
         },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -178,7 +185,11 @@ def _configuration(settings: LearnerSettings, half: bool) -> dict[str, Any]:
         "wall_clock_breakdown": False,
     }
     if half:
-        configuration["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        # Gradients are added up in float32 as soon as they are there, so that those of all weights in bfloat16 never
+        # exist at once; and they are summed over the ranks as they are.
+        configuration["bf16"] = {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": True}
+        if settings.zero <= 1:
+            configuration["communication_data_type"] = "fp32"
         if settings.zero > 0:
             configuration["data_types"] = {"grad_accum_dtype": "fp32"}
     return configuration

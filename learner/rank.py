@@ -19,14 +19,16 @@ import torch
 
 from learner import deepspeed_engine
 from learner.deepspeed_engine import TrainingEngine
-from learner.logprobs import LogprobModel, ScoredRow, completion_logprobs
+from learner.layout_choice import choose_layout
+from learner.logprobs import LogprobModel, completion_logprobs
 from learner.model import load_causal_lm, save_checkpoint_folder
 from learner.objectives import build_objective
 from learner.objectives.metrics import MetricSums
-from learner.packing import split_in_order
+from learner.packing import Layout, split_in_order
 from learner.schedule import learning_rate_at
 from learner.settings import LearnerSettings
 from learner.step import StepRunner, StepTotals
+from learner.token_batch import ScoredRow, TokenCounts
 from learner.weights import PolicyWeights
 from learner.world import Meeting, MeetingPoint, World
 from system.core.errors import CheckpointDamaged, ConfigError
@@ -80,6 +82,15 @@ class StepReport:
     learn_s: float = 0.0
     padding_share: float = 0.0
     """Share of the computed tokens that is padding, on all ranks."""
+    shared_prompt_share: float = 0.0
+    """Share of the rows' prompt tokens that were not computed because another row had them, on all ranks."""
+
+    def figures(self) -> dict[str, float]:
+        """How its passes were filled, for the step's line of metrics."""
+        return {
+            "learner/padding_share": self.padding_share,
+            "learner/shared_prompt_share": self.shared_prompt_share,
+        }
 
 
 class LearnerRank:
@@ -98,11 +109,13 @@ class LearnerRank:
         self._meeting_point = MeetingPoint(address)
         return self._meeting_point.meeting
 
-    def setup(self, meeting: Meeting | None = None) -> None:
+    def setup(self, meeting: Meeting | None = None) -> tuple[Layout, str]:
         """Loads the model and builds the optimiser; collective.
 
+        Returns:
+            How rows are laid out, and why; the layout is the same on all ranks.
         Raises:
-            ConfigError: model or objective cannot be.
+            ConfigError: model or objective cannot be, or not the layout asked for.
             InfrastructureError: the ranks did not meet.
         """
         settings = self.plan.learner
@@ -117,12 +130,16 @@ class LearnerRank:
         causal_lm.train()
         self.model = LogprobModel(causal_lm, self.plan.temperature)
         self.model.check_head()
+        choose_layout(self.model, settings.layout)
         self.world = World.open(
             self.rank, self.size, device, settings.collective_timeout_s, meeting, self._meeting_point
         )
+        choices = self.world.gather((self.model.layout, self.model.layout_reason))
+        self.model.layout, self.model.layout_reason = min(choices, key=lambda choice: choice[0] != "padded")
         self.engine = TrainingEngine(self.model, settings, self.world)
-        self.runner = StepRunner(self.engine, objective, self.world, settings.tokens_per_microbatch)
+        self.runner = StepRunner(self.engine, objective, self.world, settings.tokens_per_microbatch, self.model.layout)
         self.weights = PolicyWeights(causal_lm, self.engine.whole, keep_copies=settings.zero == 3)
+        return self.model.layout, self.model.layout_reason
 
     def step(self, groups: Sequence[Group], step: int, version: int) -> StepReport:
         """Learns the step's groups (this rank's share of their rows); collective.
@@ -157,11 +174,10 @@ class LearnerRank:
                 rate = self._learning_rate()
                 totals.gradient_norms.append(self.engine.update(rate))
                 self.updates += 1
-        own_tokens = sum(line.scored.tokens for line in active) * settings.epochs_per_step
-        parts = self.world.gather((totals.sums, totals.losses, own_tokens, totals.computed_tokens))
+        parts = self.world.gather((totals.sums, totals.losses, totals.tokens))
         updates = self.updates - first_update
         sums = sum((part[0] for part in parts), facts.plan.sums if parts else MetricSums())
-        computed = sum(part[3] for part in parts)
+        tokens = sum((part[2] for part in parts), TokenCounts())
         return StepReport(
             step=step,
             version=version,
@@ -180,7 +196,8 @@ class LearnerRank:
             completion_tokens=facts.sampled_tokens,
             trained_tokens=facts.plan.denominators.tokens,
             learn_s=time.monotonic() - started_s,
-            padding_share=1.0 - sum(part[2] for part in parts) / computed if computed else 0.0,
+            padding_share=tokens.padding_share,
+            shared_prompt_share=tokens.shared_prompt_share,
         )
 
     def probe(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from system.core.settings import Settings
 
 Schedule = Literal["constant", "linear", "cosine"]
+LayoutSetting = Literal["auto", "shared_prefix", "padded"]
 
 
 class LearnerSettings(Settings):
@@ -20,6 +21,9 @@ class LearnerSettings(Settings):
     """DeepSpeed ZeRO stage: over the ranks it splits 0 nothing, 1 optimiser state, 2 also gradients, 3 also weights."""
     tokens_per_microbatch: int = Field(default=4096, ge=1)
     """Most tokens, padding included, that one forward and backward pass holds. A longer row goes alone."""
+    layout: LayoutSetting = "auto"
+    """How rows are laid out: shared_prefix computes a prompt once for all its completions, padded once for each. auto
+    shares where the model computes the same log-probs so, which is tried at the start."""
     epochs_per_step: int = Field(default=1, ge=1)
     """Passes over the groups of a step."""
     minibatches_per_step: int = Field(default=1, ge=1)
@@ -72,6 +76,8 @@ class ReferenceSettings(Settings):
     the policy's own model at its start."""
     batch_tokens: int = Field(default=8192, ge=1)
     """Most tokens, padding included, in one forward pass."""
+    layout: LayoutSetting = "auto"
+    """As ``learner.layout``."""
     collect_s: float = Field(default=0.005, ge=0.0)
     """How long the worker waits for further requests before it runs a batch."""
     threads: int | None = Field(default=None, ge=1)

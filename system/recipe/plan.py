@@ -54,6 +54,13 @@ _WITHOUT_SIGNAL = {
 }
 
 
+_LAYOUTS = {
+    "auto": "a prompt is computed once for all its completions where that leaves the log-probs as they are",
+    "shared_prefix": "a prompt is computed once for all its completions",
+    "padded": "every completion is computed with a prompt of its own",
+}
+
+
 def _written(value: Any) -> str:
     """A value as a recipe writes it."""
     if value is None:
@@ -98,6 +105,7 @@ def _step_lines(recipe: Recipe, sources: list[SourceSummary], longest: int | Non
         ("generated per step", f"at most {completions * rollout.max_tokens:,} tokens ({rollout.max_tokens} each)"),
         ("learned per step", learned),
         ("optimiser updates per step", f"{learner.epochs_per_step * learner.minibatches_per_step} ({passes})"),
+        ("row layout", f"{learner.layout}: {_LAYOUTS[learner.layout]}"),
         ("prompts in the run", f"{steps * groups:,} prompts, {steps * completions:,} completions"),
         ("longest prompt", longest_prompt),
         (

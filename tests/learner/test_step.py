@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from learner.advantages import StepRows
-from learner.logprobs import TokenBatch
 from learner.objectives import MetricSums, build_objective, objective_names
 from learner.packing import split_in_order
 from learner.step import StepFacts, StepRunner, StepTotals
+from learner.token_batch import TokenBatch
 from system.core.records import Group
 from tests.learner.conftest import make_row
 
@@ -48,7 +48,7 @@ class Bigrams(nn.Module):
         self.table = nn.Parameter(table)
 
     def forward(self, batch: TokenBatch) -> Tensor:
-        logits = self.table[batch.tokens[batch.row, batch.position]]
+        logits = self.table[batch.tokens.flatten()[batch.source]]
         return torch.log_softmax(logits, dim=-1).gather(1, batch.target[:, None])[:, 0]
 
 
