@@ -1,8 +1,8 @@
 """What a learner rank will hold in memory, by cause, known before anything is started. Pure arithmetic.
 
 Bytes per parameter are what DeepSpeed was measured to hold (``tests/learner/test_memory.py`` repeats it), also where
-it is more than a textbook says: ZeRO copies float32 weights, sums bfloat16 gradients in float32, and reduces and applies
-gradients through further copies. Activations are what autograd keeps of a Llama-like block.
+it is more than a textbook says: ZeRO copies float32 weights, sums bfloat16 gradients in float32, and reduces and
+applies gradients through further copies. Activations are what autograd keeps of a Llama-like block.
 """
 
 from __future__ import annotations
