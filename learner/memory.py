@@ -181,7 +181,7 @@ def _copies(count: int, own: float, element: int, zero: int) -> _Copies:
     if zero == 1:
         return _Copies(4 * count, exchange=bucket, update=max(0.0, 8 * own - 4 * count))
     if zero == 2:
-        return _Copies(4 * own, exchange=bucket + (0 if half else 4 * own), update=4 * own)
+        return _Copies(4 * own, exchange=bucket + (0 if half else 4 * own))
     return _Copies(4 * own, buffers=bucket, update=4 * own)
 
 
