@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from learner.memory import BUCKET_ELEMENTS, LIVE_ELEMENTS, PREFETCH_ELEMENTS
+from learner.optimizers import build_optimizer
 from learner.settings import LearnerSettings
 from learner.world import World
 from system.core.errors import CheckpointDamaged, TriptychError
 
 CHECKPOINT_TAG = "engine"
-BUCKET_ELEMENTS = 50_000_000
-"""Gradients and weights travel between ranks in pieces of this size; DeepSpeed's own default costs 1 GB of memory."""
 
 
 class NonFiniteError(TriptychError):
@@ -44,16 +44,14 @@ class TrainingEngine:
         self.zero = settings.zero
         self._clip = settings.gradient_clip
         self._half = next(module.parameters()).dtype == torch.bfloat16
-        optimizer = torch.optim.AdamW(
-            _parameter_groups(module, settings.weight_decay),
-            lr=0.0,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.epsilon,
-            fused=True,
-        )
+        configuration = _configuration(settings, self._half, sum(entry.numel() for entry in module.parameters()))
+        configuration["zero_optimization"].update(_offload(settings, world.device))
         with _without_chatter():
             self._engine, self._optimizer, _, _ = deepspeed.initialize(
-                model=module, optimizer=optimizer, config=_configuration(settings, self._half), dist_init_required=False
+                model=module,
+                optimizer=build_optimizer(module, settings),
+                config=configuration,
+                dist_init_required=False,
             )
         if self._half and self.zero == 0:
             # This optimiser takes a trial step to create its state, which counts in Adam's bias correction.
@@ -166,7 +164,7 @@ def _forget_groups_of_an_ended_world(groups: Any) -> None:
         groups._release_process_group_references()
 
 
-def _configuration(settings: LearnerSettings, half: bool) -> dict[str, Any]:
+def _configuration(settings: LearnerSettings, half: bool, parameters: int) -> dict[str, Any]:
     wrapped = half or settings.zero > 0
     configuration: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -175,9 +173,11 @@ def _configuration(settings: LearnerSettings, half: bool) -> dict[str, Any]:
         "zero_optimization": {
             "stage": settings.zero,
             "overlap_comm": False,
+            "reduce_bucket_size": min(parameters, BUCKET_ELEMENTS),
+            "allgather_bucket_size": min(parameters, BUCKET_ELEMENTS),
+            "stage3_prefetch_bucket_size": PREFETCH_ELEMENTS,
+            "stage3_max_live_parameters": LIVE_ELEMENTS,
             "stage3_param_persistence_threshold": 0,
-            "reduce_bucket_size": BUCKET_ELEMENTS,
-            "allgather_bucket_size": BUCKET_ELEMENTS,
         },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -195,14 +195,10 @@ def _configuration(settings: LearnerSettings, half: bool) -> dict[str, Any]:
     return configuration
 
 
-def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if weight_decay == 0.0:
-        return [{"params": trained, "weight_decay": 0.0}]
-    return [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
+def _offload(settings: LearnerSettings, device: torch.device) -> dict[str, Any]:
+    if not settings.offload_optimizer:
+        return {}
+    return {"offload_optimizer": {"device": "cpu", "pin_memory": device.type == "cuda"}}
 
 
 def _non_finite(norm: float) -> NonFiniteError:

@@ -6,14 +6,15 @@ rank 0 alone). A method runs to its end in the caller's thread; whoever owns the
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -24,6 +25,7 @@ from learner.logprobs import LogprobModel, completion_logprobs
 from learner.model import load_causal_lm, save_checkpoint_folder
 from learner.objectives import build_objective
 from learner.objectives.metrics import MetricSums
+from learner.out_of_memory import Doing, explained
 from learner.packing import Layout, split_in_order
 from learner.schedule import learning_rate_at
 from learner.settings import LearnerSettings
@@ -93,6 +95,20 @@ class StepReport:
         }
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _explaining_memory(method: Method) -> Method:
+    """An allocation that fails in ``method`` becomes an ``OutOfMemory`` that says where and what to lower."""
+
+    @functools.wraps(method)
+    def explaining(self: LearnerRank, *arguments: Any) -> Any:
+        with explained(self.rank, self.doing, self.plan.learner, on_cpu=not torch.cuda.is_available()):
+            return method(self, *arguments)
+
+    return cast(Method, explaining)
+
+
 class LearnerRank:
     """Rank ``rank`` of ``size``; ``setup`` loads the model and joins the others."""
 
@@ -101,6 +117,7 @@ class LearnerRank:
         self.rank = rank
         self.size = size
         self.updates = 0
+        self.doing = Doing()
         self._meeting_point: MeetingPoint | None = None
         self._sender: Sender | None = None
 
@@ -109,12 +126,14 @@ class LearnerRank:
         self._meeting_point = MeetingPoint(address)
         return self._meeting_point.meeting
 
+    @_explaining_memory
     def setup(self, meeting: Meeting | None = None) -> tuple[Layout, str]:
         """Loads the model and builds the optimiser; collective.
 
         Returns:
             How rows are laid out, and why; the layout is the same on all ranks.
         Raises:
+            OutOfMemory: for what the model and its optimiser need.
             ConfigError: model or objective cannot be, or not the layout asked for.
             InfrastructureError: the ranks did not meet.
         """
@@ -138,13 +157,16 @@ class LearnerRank:
         self.model.layout, self.model.layout_reason = min(choices, key=lambda choice: choice[0] != "padded")
         self.engine = TrainingEngine(self.model, settings, self.world)
         self.runner = StepRunner(self.engine, objective, self.world, settings.tokens_per_microbatch, self.model.layout)
+        self.runner.doing = self.doing
         self.weights = PolicyWeights(causal_lm, self.engine.whole, keep_copies=settings.zero == 3)
         return self.model.layout, self.model.layout_reason
 
+    @_explaining_memory
     def step(self, groups: Sequence[Group], step: int, version: int) -> StepReport:
         """Learns the step's groups (this rank's share of their rows); collective.
 
         Raises:
+            OutOfMemory: on this rank; the others wait for it in vain and are to be ended.
             NonFiniteError: loss or gradient is not finite; load a checkpoint before going on.
             ConfigError: reference log-probs that the objective needs are missing.
         """
@@ -172,6 +194,7 @@ class LearnerRank:
                 denominators = runner.denominators(facts, chosen, lines)
                 runner.accumulate([line for line in active if line.row.group_id in chosen], denominators, facts, totals)
                 rate = self._learning_rate()
+                self.doing.place = "the optimiser's update"
                 totals.gradient_norms.append(self.engine.update(rate))
                 self.updates += 1
         parts = self.world.gather((totals.sums, totals.losses, totals.tokens))

@@ -10,6 +10,7 @@ from system.core.settings import Settings
 
 Schedule = Literal["constant", "linear", "cosine"]
 LayoutSetting = Literal["auto", "shared_prefix", "padded"]
+Optimizer = Literal["adamw", "adamw_8bit"]
 
 
 class LearnerSettings(Settings):
@@ -28,6 +29,11 @@ class LearnerSettings(Settings):
     """Passes over the groups of a step."""
     minibatches_per_step: int = Field(default=1, ge=1)
     """Optimiser updates per pass; each sees its share of the step's groups, in issue order."""
+    optimizer: Optimizer = "adamw"
+    """adamw_8bit keeps AdamW's moments in 8 bits, 2 bytes a parameter instead of 8; it needs bitsandbytes."""
+    offload_optimizer: bool = False
+    """On GPUs, under ZeRO 1 to 3: keep float32 weights, moments and summed gradients in the machine's memory and update
+    there; slower, and most of the optimiser's memory on the GPU is free."""
     learning_rate: float = Field(default=1e-6, gt=0.0)
     """Peak learning rate of AdamW."""
     schedule: Schedule = "constant"
@@ -64,6 +70,14 @@ class LearnerSettings(Settings):
                 f"collective_timeout_s {self.collective_timeout_s:g} is shorter than checkpoint_deadline_s "
                 f"{self.checkpoint_deadline_s:g}: a slow checkpoint would break the ranks' connection"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_can_be_offloaded(self) -> LearnerSettings:
+        if self.offload_optimizer and self.zero == 0:
+            raise ValueError("offload_optimizer: true needs zero 1, 2 or 3; ZeRO 0 keeps everything on the GPU")
+        if self.offload_optimizer and self.optimizer == "adamw_8bit":
+            raise ValueError("offload_optimizer: true and optimizer adamw_8bit exclude each other; use adamw")
         return self
 
 

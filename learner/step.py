@@ -23,6 +23,7 @@ from learner.deepspeed_engine import NonFiniteError, TrainingEngine
 from learner.kl import reward_kl
 from learner.objectives import MetricSums, ObjectiveBatch, StepPlan
 from learner.objectives.base import AnyObjective
+from learner.out_of_memory import Doing, Place
 from learner.packing import Layout, PackItem, pack_rows
 from learner.token_batch import ScoredRow, TokenBatch, TokenCounts, token_batch
 from learner.world import World
@@ -102,6 +103,7 @@ class StepRunner:
         self.budget_tokens = tokens_per_microbatch
         self.layout: Layout = layout
         self.unit = objective.unit
+        self.doing = Doing()
         self._zero_is_silent = is_silent_at_zero_advantage(objective)
 
     def lines_of(self, groups: Sequence[Group]) -> list[Line]:
@@ -203,6 +205,7 @@ class StepRunner:
             if members:
                 totals.microbatches += 1
                 totals.tokens += batch.counts
+            self._now("learning", number, len(packed), chosen, batch)
             logprobs = self.engine.forward(batch)
             weights = torch.zeros_like(logprobs)
             if members and coefficients is not None:
@@ -271,11 +274,17 @@ class StepRunner:
         for number in range(rounds):
             members = packed[number] if number < len(packed) else []
             batch = self._token_batch([lines[index] for index in members])
+            self._now("log-probs", number, len(packed), [lines[index] for index in members], batch)
             with torch.no_grad():
                 padded = batch.padded(self.engine.module(batch)).cpu().numpy()
             for place, index in enumerate(members):
                 answers[index] = padded[place, : lines[index].row.length].copy()
         return answers
+
+    def _now(self, doing: str, number: int, count: int, lines: Sequence[Line], batch: TokenBatch) -> None:
+        """Says which micro-batch is computed next, for whoever has to explain a failure."""
+        groups = [line.row.group_id for line in lines]
+        self.doing.place = Place(doing, number + 1, count, groups, batch.tokens.numel())
 
     def _token_batch(self, lines: Sequence[Line]) -> TokenBatch:
         return token_batch([line.scored for line in lines] or [EMPTY_ROW], self.world.device, self.layout)
