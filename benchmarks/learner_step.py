@@ -9,7 +9,8 @@ micro-batch. ``short``: 8 groups, prompts of 58 tokens, 8 completions of 20 each
 - ``memory_vs_padded``: largest resident memory of the process over its whole life, shared over padded.
 - ``step_memory_vs_padded``: the same of what a step takes on top of what the process holds between steps.
 
-Every variant is a process of its own; their steps are taken in turns, and seconds are medians.
+Every variant is a process of its own; their steps are taken in turns, and seconds are medians. On one thread they are
+those of the processor, which other programs do not use up.
 
     .venv/bin/python benchmarks/learner.py [--rounds 5] [--threads N] [--model models/smollm2] [--scenario short]
 """
@@ -167,10 +168,11 @@ def serve(variant: str, model: str, zero: int, threads: int, scenario: Scenario)
         step = bare_step(model, threads, scenario)
     else:
         step = rank_step(model, variant, zero, threads, scenario)
+    now_s = time.process_time if threads == 1 else time.perf_counter
     for order in sys.stdin:
-        began_s = time.perf_counter()
+        began_s = now_s()
         answer: Any = measure_memory(step) if order.strip() == "memory" else {"grad_norm": step()}
-        print(json.dumps({**answer, "seconds": time.perf_counter() - began_s}), file=answers, flush=True)
+        print(json.dumps({**answer, "seconds": now_s() - began_s}), file=answers, flush=True)
 
 
 class Variant:
