@@ -4,9 +4,9 @@ Usage: .venv/bin/python benchmarks/peer_trl.py [--trl-python PATH] [--blocks N] 
 
 Both train SmolLM2-135M in bfloat16 on one-digit sums: 4 prompts x 8 completions of at most 32 tokens, KL 0.04 to a
 reference model, AdamW at 1e-5. Triptych runs synchronously (``max_staleness: 0``), weight sync and its checks
-included. Each system's steps come in blocks that alternate; a block is a process of its own that starts from the
-same model, and its first steps are not counted. The last line is one JSON object: median seconds of a step of each, and
-Triptych's divided by TRL's (``ratio``).
+included; its optimiser keeps float32 weights, TRL's changes the bfloat16 ones. Each system's steps come in blocks that
+alternate; a block is a process of its own that starts from the same model, and its first steps are not counted. The
+last line is one JSON object: the median seconds of a step of each, and Triptych's divided by TRL's (``ratio``).
 
 TRL is not among Triptych's dependencies and lives in an environment of its own. Without ``--trl-python`` the script
 makes one in ``.venv-trl``, as these commands do:
@@ -95,7 +95,7 @@ def run(command: list[str]) -> str:
 
 
 def json_lines(text: str) -> list[Step]:
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in text.splitlines() if line.startswith('{"')]
 
 
 def trl_interpreter(given: Path | None) -> Path:

@@ -171,6 +171,7 @@ class LearnerRank:
             ConfigError: reference log-probs that the objective needs are missing.
         """
         started_s = time.monotonic()
+        self.doing.place = f"the beginning of step {step}"
         self.weights.release()
         settings, runner = self.plan.learner, self.runner
         lines = runner.lines_of(groups)

@@ -284,7 +284,11 @@ class StepRunner:
     def _now(self, doing: str, number: int, count: int, lines: Sequence[Line], batch: TokenBatch) -> None:
         """Says which micro-batch is computed next, for whoever has to explain a failure."""
         groups = [line.row.group_id for line in lines]
-        self.doing.place = Place(doing, number + 1, count, groups, batch.tokens.numel())
+        self.doing.place = (
+            Place(doing, number + 1, count, groups, batch.tokens.numel())
+            if groups
+            else "an empty micro-batch, made because other ranks have more"
+        )
 
     def _token_batch(self, lines: Sequence[Line]) -> TokenBatch:
         return token_batch([line.scored for line in lines] or [EMPTY_ROW], self.world.device, self.layout)
