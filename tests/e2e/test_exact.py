@@ -86,6 +86,10 @@ print("RESULT" + json.dumps(everything))
 '''
 
 
+MODES = ["ray", pytest.param("local", marks=pytest.mark.long)]
+"""In one process as ``test_endings`` compares with Ray, too."""
+
+
 def recipe_of(folder: Path, model: Path) -> dict[str, Any]:
     recipe = tiny_recipe(folder, model)
     recipe["run"]["steps"] = STEPS
@@ -95,24 +99,32 @@ def recipe_of(folder: Path, model: Path) -> dict[str, Any]:
     return recipe
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Path]:
-    """The run folders of the same recipe, through Ray and in one process."""
-    folders = {}
-    for mode in ("ray", "local"):
-        folder = tmp_path_factory.mktemp(mode)
-        path = write_recipe(folder, recipe_of(folder, tiny_model))
-        command = [sys.executable, "-m", "system.cli", "train", str(path), *(["--local"] if mode == "local" else [])]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        folders[mode] = folder / "run"
-    return folders
+class Finished:
+    """The run folders of the same recipe, through Ray and in one process; each is made when it is first asked for."""
+
+    def __init__(self, parent: Path, model: Path) -> None:
+        self._parent = parent
+        self._model = model
+
+    def __getitem__(self, mode: str) -> Path:
+        folder = self._parent / mode
+        if not folder.exists():
+            folder.mkdir()
+            path = write_recipe(folder, recipe_of(folder, self._model))
+            command = [sys.executable, "-m", "system.cli", "train", str(path)]
+            command += ["--local"] if mode == "local" else []
+            done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=ROOT)
+            assert done.returncode == 0, done.stderr
+        return folder / "run"
 
 
 @pytest.fixture(scope="module")
-def reference(
-    finished: dict[str, Path], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[Any], Path]:
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Finished:
+    return Finished(tmp_path_factory.mktemp("finished"), tiny_model)
+
+
+@pytest.fixture(scope="module")
+def reference(finished: Finished, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     from system.prompts.stream import PromptStream
     from system.prompts.tokens import load_tokenizer
     from system.recipe import load_recipe
@@ -142,9 +154,9 @@ def by_step(rows: tuple[Row, ...]) -> list[list[Row]]:
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ray", "local"])
+@pytest.mark.parametrize("mode", MODES)
 def test_prompts_samples_and_rewards_are_those_of_the_synchronous_loop(
-    mode: str, finished: dict[str, Path], reference: tuple[list[Any], Path]
+    mode: str, finished: Finished, reference: tuple[list[Any], Path]
 ) -> None:
     expected, _ = reference
     steps = by_step(read_rollouts(finished[mode] / "rollouts"))
@@ -158,9 +170,9 @@ def test_prompts_samples_and_rewards_are_those_of_the_synchronous_loop(
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ray", "local"])
+@pytest.mark.parametrize("mode", MODES)
 def test_parameters_are_those_of_the_synchronous_loop(
-    mode: str, finished: dict[str, Path], reference: tuple[list[Any], Path], tiny_model: Path
+    mode: str, finished: Finished, reference: tuple[list[Any], Path], tiny_model: Path
 ) -> None:
     start = load_file(tiny_model / "model.safetensors")
     wanted = load_file(reference[1] / "model.safetensors")
@@ -174,7 +186,7 @@ def test_parameters_are_those_of_the_synchronous_loop(
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_metrics_and_parquet_tell_the_same_story(finished: dict[str, Path], triptych: Callable[..., Any]) -> None:
+def test_metrics_and_parquet_tell_the_same_story(finished: Finished, triptych: Callable[..., Any]) -> None:
     lines = [json.loads(line) for line in (finished["ray"] / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(STEPS))
     for line, rows in zip(lines, by_step(read_rollouts(finished["ray"] / "rollouts")), strict=True):

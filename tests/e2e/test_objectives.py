@@ -41,7 +41,7 @@ def recipe_of(name: str, folder: Path, model: Path, teacher: Path) -> dict[str, 
     return recipe
 
 
-UNLIKE_THE_OTHERS = {("f_hal", 0), ("opd", 0), ("gift", 2), ("online_dpo", 2)}
+UNLIKE_THE_OTHERS = {("f_hal", 0), ("opd", 0), ("gift", 2)}
 """What couples groups, takes pairs, has a teacher, or has no correction while its groups are stale."""
 CASES = [(name, 0) for name in objective_names()] + [(name, 2) for name in ("gift", "gvpo", "online_dpo", "gspo")]
 
