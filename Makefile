@@ -45,7 +45,7 @@ docs: venv
 	$(RUN)/python -m tools.objectives_page
 
 bench: venv
-	@for script in benchmarks/bench_*.py benchmarks/objectives.py benchmarks/loop.py; do \
+	@for script in benchmarks/bench_*.py benchmarks/objectives.py benchmarks/learner.py benchmarks/loop.py; do \
 	  if [ -f $$script ]; then echo "== $$script"; $(RUN)/python $$script || exit 1; fi; done
 
 lock: venv

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from learner.memory import BUCKET_ELEMENTS, LIVE_ELEMENTS, PREFETCH_ELEMENTS
+from learner.optimizers import build_optimizer
 from learner.settings import LearnerSettings
 from learner.world import World
 from system.core.errors import CheckpointDamaged, TriptychError
@@ -42,20 +44,21 @@ class TrainingEngine:
         self.zero = settings.zero
         self._clip = settings.gradient_clip
         self._half = next(module.parameters()).dtype == torch.bfloat16
-        optimizer = torch.optim.AdamW(
-            _parameter_groups(module, settings.weight_decay),
-            lr=0.0,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.epsilon,
-            fused=True,
-        )
+        configuration = _configuration(settings, self._half, sum(entry.numel() for entry in module.parameters()))
+        configuration["zero_optimization"].update(_offload(settings, world.device))
         with _without_chatter():
             self._engine, self._optimizer, _, _ = deepspeed.initialize(
-                model=module, optimizer=optimizer, config=_configuration(settings, self._half), dist_init_required=False
+                model=module,
+                optimizer=build_optimizer(module, settings),
+                config=configuration,
+                dist_init_required=False,
             )
         if self._half and self.zero == 0:
             # This optimiser takes a trial step to create its state, which counts in Adam's bias correction.
             self._optimizer.optimizer.state.clear()
+        if self._half and self.zero <= 1 and world.size == 1:
+            # There is nobody to sum gradients with; DeepSpeed would copy all of them there and back.
+            self._engine.enable_backward_allreduce = False
         self._gathered = deepspeed.zero.GatheredParameters
 
     def forward(self, *inputs: Any) -> Tensor:
@@ -161,7 +164,7 @@ def _forget_groups_of_an_ended_world(groups: Any) -> None:
         groups._release_process_group_references()
 
 
-def _configuration(settings: LearnerSettings, half: bool) -> dict[str, Any]:
+def _configuration(settings: LearnerSettings, half: bool, parameters: int) -> dict[str, Any]:
     wrapped = half or settings.zero > 0
     configuration: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -170,6 +173,10 @@ def _configuration(settings: LearnerSettings, half: bool) -> dict[str, Any]:
         "zero_optimization": {
             "stage": settings.zero,
             "overlap_comm": False,
+            "reduce_bucket_size": min(parameters, BUCKET_ELEMENTS),
+            "allgather_bucket_size": min(parameters, BUCKET_ELEMENTS),
+            "stage3_prefetch_bucket_size": PREFETCH_ELEMENTS,
+            "stage3_max_live_parameters": LIVE_ELEMENTS,
             "stage3_param_persistence_threshold": 0,
         },
         "zero_allow_untested_optimizer": True,
@@ -178,20 +185,20 @@ def _configuration(settings: LearnerSettings, half: bool) -> dict[str, Any]:
         "wall_clock_breakdown": False,
     }
     if half:
-        configuration["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        # Gradients are added up in float32 as soon as they are there, so that those of all weights in bfloat16 never
+        # exist at once; and they are summed over the ranks as they are.
+        configuration["bf16"] = {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": True}
+        if settings.zero <= 1:
+            configuration["communication_data_type"] = "fp32"
         if settings.zero > 0:
             configuration["data_types"] = {"grad_accum_dtype": "fp32"}
     return configuration
 
 
-def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if weight_decay == 0.0:
-        return [{"params": trained, "weight_decay": 0.0}]
-    return [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
+def _offload(settings: LearnerSettings, device: torch.device) -> dict[str, Any]:
+    if not settings.offload_optimizer:
+        return {}
+    return {"offload_optimizer": {"device": "cpu", "pin_memory": device.type == "cuda"}}
 
 
 def _non_finite(norm: float) -> NonFiniteError:

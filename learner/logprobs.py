@@ -1,14 +1,14 @@
 """Log-probs of completion tokens: the one piece of model code that learner, reference worker and probe share.
 
-The model's body runs over right-padded rows (a causal model does not see what stands behind a token, so no mask is
-needed); the head runs only at the positions that predict an asked-for token, and the softmax is taken in float32
-over ``logits / temperature``, piece by piece, so that no float32 array of [tokens, vocabulary] ever exists.
+The model's body runs over a ``TokenBatch``; the head runs only where a wanted token is predicted, and the softmax is
+taken in float32 over ``logits / temperature``, piece by piece, so that no float32 array of [tokens, vocabulary] ever
+exists. Logits are kept for the backward pass up to a fixed size and computed again beyond it, so memory does not grow
+with tokens x vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,97 +16,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from learner.packing import PackItem, pack_rows
+from learner.attention import packed
+from learner.packing import Layout, pack_rows
+from learner.prefix_attention import dense_bias
+from learner.token_batch import ScoredRow, TokenBatch, token_batch
 from system.core.errors import ConfigError
 
 SOFTMAX_CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
 """Size of the float32 pieces of the softmax: what a CPU's cache holds; on a GPU, large enough to fill it."""
-KEPT_LOGITS_BYTES = 1 << 30
-"""Logits up to this size are kept for the backward pass; more are computed again, chunk by chunk."""
-NO_GRAD_LOGITS_BYTES = 128 << 20
-"""Most logits that exist at a time where no backward pass follows."""
-
-
-@dataclass(frozen=True, eq=False)
-class ScoredRow:
-    """A prompt, its completion, and for which completion tokens log-probs are wanted (None: all)."""
-
-    prompt_tokens: np.ndarray
-    completion_tokens: np.ndarray
-    wanted: np.ndarray | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Positions that the model computes: prompt and completion, without the last token."""
-        return max(1, len(self.prompt_tokens) + len(self.completion_tokens) - 1)
-
-
-@dataclass(frozen=True, eq=False)
-class TokenBatch:
-    """Right-padded rows and where in them the wanted tokens are predicted (N of them)."""
-
-    tokens: Tensor
-    """[rows, L] int64."""
-    row: Tensor
-    """[N] int64, the row of each wanted token."""
-    position: Tensor
-    """[N] int64, the position whose hidden state predicts it."""
-    target: Tensor
-    """[N] int64, the token."""
-    column: Tensor
-    """[N] int64, its index in the completion."""
-    completion_length: int
-    """T, the longest completion."""
-
-    @property
-    def rows(self) -> int:
-        return self.tokens.shape[0]
-
-    def padded(self, values: Tensor) -> Tensor:
-        """[N] values laid out as [rows, T], zero where nothing is wanted."""
-        return values.new_zeros(self.rows, self.completion_length).index_put((self.row, self.column), values)
-
-    def selected(self, values: Tensor) -> Tensor:
-        """[rows, T] values at the wanted tokens, [N]."""
-        return values[self.row, self.column]
-
-
-def token_batch(rows: Sequence[ScoredRow], device: torch.device | str = "cpu") -> TokenBatch:
-    """Lays rows out for one forward pass.
-
-    Raises:
-        ValueError: a row without prompt tokens (nothing predicts its first completion token).
-    """
-    if any(len(row.prompt_tokens) == 0 for row in rows):
-        raise ValueError("a row without prompt tokens: nothing predicts its first completion token")
-    tokens = np.zeros((len(rows), max(row.tokens for row in rows)), np.int64)
-    places: list[np.ndarray] = []
-    for index, row in enumerate(rows):
-        joined = np.concatenate([row.prompt_tokens, row.completion_tokens])
-        tokens[index, : row.tokens] = joined[: row.tokens]
-        length = len(row.completion_tokens)
-        columns = np.arange(length) if row.wanted is None else np.flatnonzero(row.wanted)
-        place = np.empty((4, len(columns)), np.int64)
-        place[0] = index
-        place[1] = len(row.prompt_tokens) - 1 + columns
-        place[2] = row.completion_tokens[columns]
-        place[3] = columns
-        places.append(place)
-    placed = torch.from_numpy(np.concatenate(places, axis=1)).to(device)
-    return TokenBatch(
-        tokens=torch.from_numpy(tokens).to(device),
-        row=placed[0],
-        position=placed[1],
-        target=placed[2],
-        column=placed[3],
-        completion_length=max(len(row.completion_tokens) for row in rows),
-    )
+LOGITS_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
+"""Most logits that exist at a time. Half of it is kept for the backward pass where there are more, the rest computed
+again."""
 
 
 class LogprobModel(nn.Module):
     """A causal language model whose forward pass gives log-probs of chosen tokens instead of logits.
 
-    ``causal_lm`` is a transformers model; the temperature is the run's sampling temperature.
+    ``causal_lm`` is a transformers model; the temperature is the run's sampling temperature. Batches are padded until
+    ``learner.layout_choice.choose_layout`` found that the model computes packed rows.
     """
 
     def __init__(self, causal_lm: nn.Module, temperature: float) -> None:
@@ -115,15 +42,30 @@ class LogprobModel(nn.Module):
             raise ConfigError(f"rollout.temperature: must be positive to have log-probs (got {temperature})")
         self.causal_lm = causal_lm
         self.temperature = temperature
+        self.layout: Layout = "padded"
+        self.layout_reason = "not tried"
+        self.dense_mask = False
+        """Whether packed rows come with a mask of all tokens by all tokens, for attention that is not ours."""
         self._logit_scale, self._logit_cap = _head_conventions(causal_lm)
 
     def forward(self, batch: TokenBatch, temperature: float | None = None) -> Tensor:
         """[N] float32 log-probs of the batch's wanted tokens, at the run's temperature unless another is given."""
         temperature = self.temperature if temperature is None else temperature
-        body: Any = self.causal_lm.base_model
-        hidden = body(input_ids=batch.tokens, use_cache=False).last_hidden_state
-        wanted = hidden[batch.row, batch.position]
+        wanted = self._hidden(batch).flatten(0, 1)[batch.source]
         return self._head_logprobs(wanted, batch.target, temperature)
+
+    def _hidden(self, batch: TokenBatch) -> Tensor:
+        """The body's last hidden states, [rows, L, width]."""
+        body: Any = self.causal_lm.base_model
+        if batch.packed is None:
+            return body(input_ids=batch.tokens, use_cache=False).last_hidden_state
+        arguments = {"input_ids": batch.tokens, "position_ids": batch.position_ids, "use_cache": False}
+        if self.dense_mask:
+            dtype = next(self.causal_lm.parameters()).dtype
+            bias = dense_bias(batch.packed.layout, dtype, batch.tokens.device)
+            return body(**arguments, attention_mask=bias).last_hidden_state
+        with packed(batch.packed):
+            return body(**arguments).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's own logits of hidden states [N, width]: head, scale and soft cap. [N, vocabulary]."""
@@ -139,15 +81,17 @@ class LogprobModel(nn.Module):
             return _TokenLogprobs.apply(self.logits(states), tokens, temperature)
 
         vocabulary: int = self.causal_lm.config.get_text_config().vocab_size
-        bytes_per_token = vocabulary * hidden.element_size()
-        training = torch.is_grad_enabled()
-        most = max(1, (KEPT_LOGITS_BYTES if training else NO_GRAD_LOGITS_BYTES) // bytes_per_token)
+        most_bytes = LOGITS_BYTES.get(hidden.device.type, LOGITS_BYTES["cpu"])
+        most = max(1, most_bytes // (vocabulary * hidden.element_size()))
         if len(target) <= most:
             return piece(hidden, target)
-        pieces = zip(hidden.split(most), target.split(most), strict=True)
-        if not training:
+        if not torch.is_grad_enabled():
+            pieces = zip(hidden.split(most), target.split(most), strict=True)
             return torch.cat([piece(states, tokens) for states, tokens in pieces])
-        return torch.cat([checkpoint(piece, states, tokens, use_reentrant=False) for states, tokens in pieces])
+        half = max(1, most // 2)
+        kept, *others = zip(hidden.split(half), target.split(half), strict=True)
+        again = [checkpoint(piece, states, tokens, use_reentrant=False) for states, tokens in others]
+        return torch.cat([piece(*kept), *again])
 
     def check_head(self) -> None:
         """Holds this module's logits against the model's own on a few tokens.
@@ -174,8 +118,9 @@ def completion_logprobs(
     """Log-probs without gradient of every row's completion tokens, float32 of completion length, 0 where not wanted."""
     device = next(model.parameters()).device
     answers: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
-    for members in pack_rows([PackItem(row.tokens, index, 0) for index, row in enumerate(rows)], budget_tokens):
-        batch = token_batch([rows[index] for index in members], device)
+    items = [row.pack_item(row.prefix, index) for index, row in enumerate(rows)]
+    for members in pack_rows(items, budget_tokens, layout=model.layout):
+        batch = token_batch([rows[index] for index in members], device, model.layout)
         with torch.no_grad():
             padded = batch.padded(model(batch, temperature)).cpu().numpy()
         for line, index in enumerate(members):
@@ -184,7 +129,11 @@ def completion_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log_softmax(logits / temperature)[target] in float32, keeping logits in their own dtype."""
+    """log_softmax(logits / temperature)[target] in float32, keeping logits in their own dtype.
+
+    The gradient is written over the logits, so that there is one array of their size and not two; nobody else may use
+    them, and the backward pass runs once (autograd refuses the second).
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, temperature: float) -> Tensor:
@@ -204,13 +153,12 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None, None]:
         logits, target, normaliser = ctx.saved_tensors
         weight = outputs[0] / ctx.temperature
-        gradient = torch.empty_like(logits)
         for part in _parts(logits):
             local = logits[part].to(normaliser.dtype, copy=True).div_(ctx.temperature)
             local.sub_(normaliser[part, None]).exp_().mul_(-weight[part, None])
             local.scatter_add_(1, target[part, None], weight[part, None])
-            gradient[part] = local.to(logits.dtype)
-        return gradient, None, None
+            logits[part] = local.to(logits.dtype)
+        return logits, None, None
 
 
 def _parts(logits: Tensor) -> list[slice]:

@@ -22,24 +22,21 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def load_causal_lm(settings: ModelSettings, device: torch.device | str = "cpu") -> nn.Module:
-    """The model of ``settings`` with its weights, in its dtype, with scaled-dot-product attention, without dropout.
+    """The model of ``settings`` with its weights, in its dtype, without dropout.
+
+    Its attention is ``learner.attention``'s, or the family's own where that cannot be replaced.
 
     Raises:
         ConfigError: the folder is missing, or holds no causal language model that transformers can load.
     """
-    from transformers import AutoModelForCausalLM
-
     if settings.lora is not None:
         raise ConfigError("model.lora: adapters are not yet available; leave it null to train all weights")
     _require_folder(settings.path)
     try:
-        with _without_progress_bars():
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                settings.path,
-                dtype=DTYPES[settings.dtype],
-                attn_implementation=attention.register(),
-                output_loading_info=True,
-            )
+        try:
+            model, loading = _from_folder(settings, attention.register())
+        except (ValueError, KeyError):
+            model, loading = _from_folder(settings, None)
     except (OSError, ValueError, KeyError) as failure:
         raise ConfigError(f"model.path: {settings.path} does not load as a causal language model: {failure}") from None
     missing = sorted(set(loading["missing_keys"]) | {str(entry) for entry in loading["mismatched_keys"]})
@@ -50,6 +47,19 @@ def load_causal_lm(settings: ModelSettings, device: torch.device | str = "cpu") 
         )
     _switch_dropout_off(model)
     return model.to(device)
+
+
+def _from_folder(settings: ModelSettings, attention_name: str | None) -> Any:
+    """Model and loading report; None: the family's own choice of attention."""
+    from transformers import AutoModelForCausalLM
+
+    with _without_progress_bars():
+        return AutoModelForCausalLM.from_pretrained(
+            settings.path,
+            dtype=DTYPES[settings.dtype],
+            attn_implementation=attention_name,
+            output_loading_info=True,
+        )
 
 
 def save_checkpoint_folder(causal_lm: nn.Module, source: str, folder: Path) -> None:

@@ -1,14 +1,17 @@
 """Which rows share a forward pass, and which rank takes which rows. Pure and deterministic.
 
-Invariants: every item is in exactly one micro-batch and on exactly one rank; the padded size of a micro-batch
-(rows x longest row) is within the budget unless it holds a single row; the answer depends on the arguments alone.
+Invariants: every item is in exactly one micro-batch and on exactly one rank; what a micro-batch computes is within the
+budget unless it holds a single row; the answer depends on the arguments alone. What is computed depends on the layout:
+padded rows, rows x longest row; with shared prefixes, each distinct prompt once and the completions behind it.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+Layout = Literal["shared_prefix", "padded"]
 
 
 @dataclass(frozen=True)
@@ -19,37 +22,126 @@ class PackItem:
     group: Hashable
     trajectory: Hashable
     """Within the group; its rows share one ratio in some objectives, so they are cut only when they must be."""
+    prefix: Hashable = None
+    """The same for rows with the same prompt."""
+    prefix_tokens: int = 0
+    """Those of ``tokens`` that are the prompt."""
 
 
-def pack_rows(items: Sequence[PackItem], budget_tokens: int, keep_groups: bool = False) -> list[list[int]]:
-    """Micro-batches of row indices: first fit by decreasing length on the padded size.
+class _Load(Protocol):
+    """Rows that are computed together, and what they cost in tokens."""
+
+    members: list[int]
+
+    @property
+    def tokens(self) -> int: ...
+
+    def tokens_with(self, unit: Sequence[int]) -> int: ...
+
+    def add(self, unit: Sequence[int]) -> None: ...
+
+
+@dataclass
+class _PaddedLoad:
+    items: Sequence[PackItem]
+    members: list[int] = field(default_factory=list)
+    width: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.members) * self.width
+
+    def tokens_with(self, unit: Sequence[int]) -> int:
+        return (len(self.members) + len(unit)) * self._width_with(unit)
+
+    def add(self, unit: Sequence[int]) -> None:
+        self.width = self._width_with(unit)
+        self.members.extend(unit)
+
+    def _width_with(self, unit: Sequence[int]) -> int:
+        return max(self.width, *(self.items[index].tokens for index in unit))
+
+
+@dataclass
+class _ExactLoad:
+    """Without padding; a prompt counts once where ``shared``."""
+
+    items: Sequence[PackItem]
+    shared: bool
+    members: list[int] = field(default_factory=list)
+    tokens: int = 0
+    prefixes: set[Hashable] = field(default_factory=set)
+
+    def tokens_with(self, unit: Sequence[int]) -> int:
+        tokens, found = self.tokens, set()
+        for index in unit:
+            item = self.items[index]
+            tokens += item.tokens
+            if self.shared and (item.prefix in self.prefixes or item.prefix in found):
+                tokens -= item.prefix_tokens
+            found.add(item.prefix)
+        return tokens
+
+    def add(self, unit: Sequence[int]) -> None:
+        self.tokens = self.tokens_with(unit)
+        self.members.extend(unit)
+        self.prefixes.update(self.items[index].prefix for index in unit)
+
+
+def _load(items: Sequence[PackItem], layout: Layout, unit: Sequence[int] = ()) -> _Load:
+    load: _Load = _ExactLoad(items, shared=True) if layout == "shared_prefix" else _PaddedLoad(items)
+    if unit:
+        load.add(unit)
+    return load
+
+
+def pack_rows(
+    items: Sequence[PackItem], budget_tokens: int, keep_groups: bool = False, layout: Layout = "padded"
+) -> list[list[int]]:
+    """Micro-batches of row indices: first fit by decreasing size.
+
+    Padded, what stays together (a trajectory, or a group) and does not fit the budget is packed row by row. With shared
+    prefixes groups stay together; one that does not fit is cut into parts that do, by trajectories and then by rows,
+    each part with its prompt.
 
     Args:
-        budget_tokens: most tokens of one micro-batch, padding included; a longer row goes alone.
-        keep_groups: place whole groups, not just whole trajectories. What does not fit the budget is packed row by row.
+        budget_tokens: most tokens that one micro-batch computes, padding included; a longer row goes alone.
+        keep_groups: place whole groups, not just whole trajectories.
     """
-    units: list[list[int]] = []
-    for members in _together(items, _group if keep_groups else _trajectory):
-        fits = len(members) * max(items[index].tokens for index in members) <= budget_tokens
+    everything = list(range(len(items)))
+    if layout == "shared_prefix":
+        units = [
+            part
+            for members in _together(items, everything, _group)
+            for part in _cut(items, members, budget_tokens, layout, [_trajectory, None])
+        ]
+        return _first_fit(units, items, budget_tokens, layout)
+    units = []
+    for members in _together(items, everything, _group if keep_groups else _trajectory):
+        fits = _load(items, layout, members).tokens <= budget_tokens
         units.extend([members] if fits else [[index] for index in members])
-    return _first_fit(units, items, budget_tokens)
+    return _first_fit(units, items, budget_tokens, layout)
 
 
-def spread_over_ranks(items: Sequence[PackItem], ranks: int, tolerance: float = 0.1) -> list[list[int]]:
-    """Row indices of each rank: longest group first to the least loaded rank, cost in tokens.
+def spread_over_ranks(
+    items: Sequence[PackItem], ranks: int, tolerance: float = 0.1, layout: Layout = "padded"
+) -> list[list[int]]:
+    """Row indices of each rank: costliest group first to the rank that then has least, cost in tokens.
 
     Groups stay together while the heaviest rank stays within ``1 + tolerance`` of the even share; otherwise
-    trajectories are placed one by one (coefficients do not depend on the cut).
+    trajectories are placed one by one (coefficients do not depend on the cut). With shared prefixes a prompt costs
+    once per rank that has rows of it.
     """
+    everything = list(range(len(items)))
     if ranks == 1:
-        return [list(range(len(items)))]
-    whole = _least_loaded(_together(items, _group), items, ranks)
-    even_share = sum(item.tokens for item in items) / ranks
-    heaviest = max(sum(items[index].tokens for index in rank) for rank in whole)
-    if heaviest <= even_share * (1.0 + tolerance):
+        return [everything]
+    shared = layout == "shared_prefix"
+    whole, heaviest = _least_loaded(_together(items, everything, _group), items, ranks, shared)
+    everywhere = _ExactLoad(items, shared)
+    everywhere.add(everything)
+    if heaviest <= everywhere.tokens / ranks * (1.0 + tolerance):
         return whole
-    single = _least_loaded(_together(items, _trajectory), items, ranks)
-    heaviest_single = max(sum(items[index].tokens for index in rank) for rank in single)
+    single, heaviest_single = _least_loaded(_together(items, everything, _trajectory), items, ranks, shared)
     return single if heaviest_single < heaviest else whole
 
 
@@ -76,39 +168,68 @@ def _trajectory(item: PackItem) -> Hashable:
     return item.group, item.trajectory
 
 
-def _together(items: Sequence[PackItem], key: Callable[[PackItem], Hashable]) -> list[list[int]]:
-    """Indices of items with equal keys, in order of first appearance."""
-    members: dict[Hashable, list[int]] = {}
-    for index, item in enumerate(items):
-        members.setdefault(key(item), []).append(index)
-    return list(members.values())
+def _together(
+    items: Sequence[PackItem], members: Sequence[int], key: Callable[[PackItem], Hashable] | None
+) -> list[list[int]]:
+    """Indices of items with equal keys, in order of first appearance; without a key each by itself."""
+    found: dict[Hashable, list[int]] = {}
+    for index in members:
+        found.setdefault(index if key is None else key(items[index]), []).append(index)
+    return list(found.values())
 
 
-def _first_fit(units: list[list[int]], items: Sequence[PackItem], budget_tokens: int) -> list[list[int]]:
-    def longest(unit: list[int]) -> int:
-        return max(items[index].tokens for index in unit)
+def _cut(
+    items: Sequence[PackItem],
+    members: list[int],
+    budget_tokens: int,
+    layout: Layout,
+    finer: Sequence[Callable[[PackItem], Hashable] | None],
+) -> list[list[int]]:
+    """Parts of ``members`` within the budget, as few as filling them in order gives."""
+    if _load(items, layout, members).tokens <= budget_tokens or not finer:
+        return [members]
+    parts: list[list[int]] = []
+    filling = _load(items, layout)
+    for unit in _together(items, members, finer[0]):
+        if filling.members and filling.tokens_with(unit) <= budget_tokens:
+            filling.add(unit)
+            continue
+        if filling.members:
+            parts.append(filling.members)
+        filling = _load(items, layout)
+        if filling.tokens_with(unit) <= budget_tokens:
+            filling.add(unit)
+        else:
+            parts.extend(_cut(items, unit, budget_tokens, layout, finer[1:]))
+    return [*parts, filling.members] if filling.members else parts
 
-    bins: list[list[int]] = []
-    widths: list[int] = []
-    for unit in sorted(units, key=lambda unit: (-longest(unit), unit[0])):
-        for place, members in enumerate(bins):
-            if (len(members) + len(unit)) * widths[place] <= budget_tokens:
-                members.extend(unit)
+
+def _first_fit(
+    units: list[list[int]], items: Sequence[PackItem], budget_tokens: int, layout: Layout
+) -> list[list[int]]:
+    def size(unit: list[int]) -> int:
+        return _load(items, layout, unit).tokens if layout == "shared_prefix" else max(items[i].tokens for i in unit)
+
+    bins: list[_Load] = []
+    for unit in sorted(units, key=lambda unit: (-size(unit), unit[0])):
+        for placed in bins:
+            if placed.tokens_with(unit) <= budget_tokens:
+                placed.add(unit)
                 break
         else:
-            bins.append(list(unit))
-            widths.append(longest(unit))
-    return [sorted(members) for members in bins]
+            bins.append(_load(items, layout, unit))
+    return [sorted(placed.members) for placed in bins]
 
 
-def _least_loaded(units: list[list[int]], items: Sequence[PackItem], ranks: int) -> list[list[int]]:
+def _least_loaded(
+    units: list[list[int]], items: Sequence[PackItem], ranks: int, shared: bool
+) -> tuple[list[list[int]], int]:
+    """Rows of each rank, and the cost of the heaviest."""
+
     def cost(unit: list[int]) -> int:
-        return sum(items[index].tokens for index in unit)
+        return _ExactLoad(items, shared).tokens_with(unit)
 
-    loads = [(0, rank) for rank in range(ranks)]
-    placed: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [_ExactLoad(items, shared) for _ in range(ranks)]
     for unit in sorted(units, key=lambda unit: (-cost(unit), unit[0])):
-        load, rank = heapq.heappop(loads)
-        placed[rank].extend(unit)
-        heapq.heappush(loads, (load + cost(unit), rank))
-    return [sorted(members) for members in placed]
+        min(loads, key=lambda load: load.tokens_with(unit)).add(unit)
+    return [sorted(load.members) for load in loads], max(load.tokens for load in loads)

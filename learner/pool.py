@@ -7,6 +7,7 @@ transfer leaves the pool as it was, under every ZeRO stage. Called by the run's 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,16 @@ from typing import Any
 
 from learner.handles import ActorRank, LocalRank
 from learner.objectives import build_objective
-from learner.packing import PackItem, split_in_order, spread_over_ranks
+from learner.packing import Layout, PackItem, split_in_order, spread_over_ranks
 from learner.rank import LearnerPlan, StepReport
 from learner.rank_group import CLOSE_DEADLINE_S, RankGroup
+from learner.token_batch import ScoredRow
 from system.core.errors import ConfigError, LearnerLost
 from system.core.records import Group, Row
 from system.core.weights.sender import SenderBackend, SendReport
 from system.core.weights.wire import DEFAULT_BUCKET_BYTES, Endpoint, Manifest
+
+log = logging.getLogger("triptych.learner")
 
 TRANSFER_GRACE_S = 5.0
 """A transfer ends at its own deadline with an error that names what broke; the pool waits this much longer for it."""
@@ -56,6 +60,9 @@ class LearnerPool:
         self._options = options
         self._started: RankGroup | None = None
         self._tolerance = TOLERANCE
+        self.layout: Layout = "padded"
+        """How the ranks lay rows out; known after ``start``."""
+        self.layout_reason = "not started"
 
     async def start(self) -> None:
         """Creates the ranks, lets them meet and load the model.
@@ -73,7 +80,8 @@ class LearnerPool:
         meeting = None
         if self.size > 1:
             meeting = await self._ranks.first("meeting", deadline_s, await self.sender_address(deadline_s))
-        await self._ranks.all("setup", deadline_s, meeting)
+        self.layout, self.layout_reason = (await self._ranks.all("setup", deadline_s, meeting))[0]
+        log.info("rows are laid out as %s: %s", self.layout, self.layout_reason)
         couples = build_objective(**self.plan.objective).unit == "group"
         self._tolerance = COUPLED_TOLERANCE if couples else TOLERANCE
 
@@ -92,7 +100,7 @@ class LearnerPool:
             LearnerLost: a rank is gone, or did not answer within ``learner.step_deadline_s``.
         """
         settings = self.plan.learner
-        shares = share_rows(groups, self.size, settings.minibatches_per_step, self._tolerance)
+        shares = share_rows(groups, self.size, settings.minibatches_per_step, self._tolerance, self.layout)
         calls = [(share, step, version) for share in shares]
         reports: list[StepReport] = await self._ranks.each("step", settings.step_deadline_s, calls)
         return replace(reports[0], learn_s=max(report.learn_s for report in reports))
@@ -162,7 +170,7 @@ class LearnerPool:
 
 
 def share_rows(
-    groups: Sequence[Group], ranks: int, minibatches: int, tolerance: float = TOLERANCE
+    groups: Sequence[Group], ranks: int, minibatches: int, tolerance: float = TOLERANCE, layout: Layout = "padded"
 ) -> list[list[Group]]:
     """The rows of each rank, as groups; a group that is cut appears on several ranks with different rows.
 
@@ -175,14 +183,18 @@ def share_rows(
         for silent in (False, True):
             rows = [row for group_id in group_ids for row in by_id[group_id].rows]
             rows = [row for row in rows if by_id[row.group_id].has_zero_signal() == silent]
-            items = [PackItem(_cost_tokens(row), row.group_id, row.trajectory_id) for row in rows]
-            for rank, indices in enumerate(spread_over_ranks(items, ranks, tolerance) if rows else []):
+            items = [_pack_item(row) for row in rows]
+            for rank, indices in enumerate(spread_over_ranks(items, ranks, tolerance, layout) if rows else []):
                 shares[rank].extend(_as_groups([rows[index] for index in indices]))
     return shares
 
 
-def _cost_tokens(row: Row) -> int:
-    return 0 if row.reward is None else len(row.prompt_tokens) + row.length
+def _pack_item(row: Row) -> PackItem:
+    """A row without a reward is not computed."""
+    if row.reward is None:
+        return PackItem(0, row.group_id, row.trajectory_id)
+    scored = ScoredRow(row.prompt_tokens, row.completion_tokens)
+    return scored.pack_item(row.group_id, row.trajectory_id)
 
 
 def _as_groups(rows: Sequence[Row]) -> list[Group]:

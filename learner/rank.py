@@ -6,27 +6,31 @@ rank 0 alone). A method runs to its end in the caller's thread; whoever owns the
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from learner import deepspeed_engine
 from learner.deepspeed_engine import TrainingEngine
-from learner.logprobs import LogprobModel, ScoredRow, completion_logprobs
+from learner.layout_choice import choose_layout
+from learner.logprobs import LogprobModel, completion_logprobs
 from learner.model import load_causal_lm, save_checkpoint_folder
 from learner.objectives import build_objective
 from learner.objectives.metrics import MetricSums
-from learner.packing import split_in_order
+from learner.out_of_memory import Doing, explained
+from learner.packing import Layout, split_in_order
 from learner.schedule import learning_rate_at
 from learner.settings import LearnerSettings
 from learner.step import StepRunner, StepTotals
+from learner.token_batch import ScoredRow, TokenCounts
 from learner.weights import PolicyWeights
 from learner.world import Meeting, MeetingPoint, World
 from system.core.errors import CheckpointDamaged, ConfigError
@@ -80,6 +84,29 @@ class StepReport:
     learn_s: float = 0.0
     padding_share: float = 0.0
     """Share of the computed tokens that is padding, on all ranks."""
+    shared_prompt_share: float = 0.0
+    """Share of the rows' prompt tokens that were not computed because another row had them, on all ranks."""
+
+    def figures(self) -> dict[str, float]:
+        """How its passes were filled, for the step's line of metrics."""
+        return {
+            "learner/padding_share": self.padding_share,
+            "learner/shared_prompt_share": self.shared_prompt_share,
+        }
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _explaining_memory(method: Method) -> Method:
+    """An allocation that fails in ``method`` becomes an ``OutOfMemory`` that says where and what to lower."""
+
+    @functools.wraps(method)
+    def explaining(self: LearnerRank, *arguments: Any) -> Any:
+        with explained(self.rank, self.doing, self.plan.learner, on_cpu=not torch.cuda.is_available()):
+            return method(self, *arguments)
+
+    return cast(Method, explaining)
 
 
 class LearnerRank:
@@ -90,6 +117,7 @@ class LearnerRank:
         self.rank = rank
         self.size = size
         self.updates = 0
+        self.doing = Doing()
         self._meeting_point: MeetingPoint | None = None
         self._sender: Sender | None = None
 
@@ -98,11 +126,15 @@ class LearnerRank:
         self._meeting_point = MeetingPoint(address)
         return self._meeting_point.meeting
 
-    def setup(self, meeting: Meeting | None = None) -> None:
+    @_explaining_memory
+    def setup(self, meeting: Meeting | None = None) -> tuple[Layout, str]:
         """Loads the model and builds the optimiser; collective.
 
+        Returns:
+            How rows are laid out, and why; the layout is the same on all ranks.
         Raises:
-            ConfigError: model or objective cannot be.
+            OutOfMemory: for what the model and its optimiser need.
+            ConfigError: model or objective cannot be, or not the layout asked for.
             InfrastructureError: the ranks did not meet.
         """
         settings = self.plan.learner
@@ -117,21 +149,29 @@ class LearnerRank:
         causal_lm.train()
         self.model = LogprobModel(causal_lm, self.plan.temperature)
         self.model.check_head()
+        choose_layout(self.model, settings.layout)
         self.world = World.open(
             self.rank, self.size, device, settings.collective_timeout_s, meeting, self._meeting_point
         )
+        choices = self.world.gather((self.model.layout, self.model.layout_reason))
+        self.model.layout, self.model.layout_reason = min(choices, key=lambda choice: choice[0] != "padded")
         self.engine = TrainingEngine(self.model, settings, self.world)
-        self.runner = StepRunner(self.engine, objective, self.world, settings.tokens_per_microbatch)
+        self.runner = StepRunner(self.engine, objective, self.world, settings.tokens_per_microbatch, self.model.layout)
+        self.runner.doing = self.doing
         self.weights = PolicyWeights(causal_lm, self.engine.whole, keep_copies=settings.zero == 3)
+        return self.model.layout, self.model.layout_reason
 
+    @_explaining_memory
     def step(self, groups: Sequence[Group], step: int, version: int) -> StepReport:
         """Learns the step's groups (this rank's share of their rows); collective.
 
         Raises:
+            OutOfMemory: on this rank; the others wait for it in vain and are to be ended.
             NonFiniteError: loss or gradient is not finite; load a checkpoint before going on.
             ConfigError: reference log-probs that the objective needs are missing.
         """
         started_s = time.monotonic()
+        self.doing.place = f"the beginning of step {step}"
         self.weights.release()
         settings, runner = self.plan.learner, self.runner
         lines = runner.lines_of(groups)
@@ -155,13 +195,13 @@ class LearnerRank:
                 denominators = runner.denominators(facts, chosen, lines)
                 runner.accumulate([line for line in active if line.row.group_id in chosen], denominators, facts, totals)
                 rate = self._learning_rate()
+                self.doing.place = "the optimiser's update"
                 totals.gradient_norms.append(self.engine.update(rate))
                 self.updates += 1
-        own_tokens = sum(line.scored.tokens for line in active) * settings.epochs_per_step
-        parts = self.world.gather((totals.sums, totals.losses, own_tokens, totals.computed_tokens))
+        parts = self.world.gather((totals.sums, totals.losses, totals.tokens))
         updates = self.updates - first_update
         sums = sum((part[0] for part in parts), facts.plan.sums if parts else MetricSums())
-        computed = sum(part[3] for part in parts)
+        tokens = sum((part[2] for part in parts), TokenCounts())
         return StepReport(
             step=step,
             version=version,
@@ -180,7 +220,8 @@ class LearnerRank:
             completion_tokens=facts.sampled_tokens,
             trained_tokens=facts.plan.denominators.tokens,
             learn_s=time.monotonic() - started_s,
-            padding_share=1.0 - sum(part[2] for part in parts) / computed if computed else 0.0,
+            padding_share=tokens.padding_share,
+            shared_prompt_share=tokens.shared_prompt_share,
         )
 
     def probe(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:

@@ -2,8 +2,8 @@
 
 One call at a time: every rank gets the same calls in the same order, whoever makes them, and a call that its caller
 gave up runs on to its end before the next one starts. The first error of any rank is the call's error, at once. When
-the ranks may disagree or hang after it (a rank lost, a deadline, a defect, weights that are not finite), every later
-call is refused: such a group is only ended.
+the ranks may disagree or hang after it (a rank lost, a deadline, a defect, no memory, weights that are not finite),
+every later call is refused: such a group is only ended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from learner.deepspeed_engine import NonFiniteError
 from learner.handles import RankHandle
 from learner.world import RanksDisconnected
 from system.core.deadlines import first_line, within
-from system.core.errors import InfrastructureError, LearnerLost, TriptychError
+from system.core.errors import InfrastructureError, LearnerLost, OutOfMemory, TriptychError
 
 CLOSE_DEADLINE_S = 20.0
 """A rank that is idle closes in milliseconds; one that hangs is not waited for longer than this."""
@@ -118,4 +118,4 @@ def _distance_from_cause(failure: BaseException) -> int:
 
 
 def _leaves_ranks_apart(failure: BaseException) -> bool:
-    return isinstance(failure, LearnerLost | NonFiniteError) or not isinstance(failure, TriptychError)
+    return isinstance(failure, LearnerLost | NonFiniteError | OutOfMemory) or not isinstance(failure, TriptychError)

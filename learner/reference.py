@@ -11,9 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from learner.logprobs import LogprobModel, ScoredRow, completion_logprobs
+from learner.layout_choice import choose_layout
+from learner.logprobs import LogprobModel, completion_logprobs
 from learner.model import load_causal_lm
 from learner.settings import ReferenceSettings
+from learner.token_batch import ScoredRow
 from system.core.errors import DataError
 from system.core.model import ModelSettings
 from system.core.protocols import TokenRow
@@ -25,7 +27,7 @@ class ReferenceModel:
     def __init__(self, model: ModelSettings, settings: ReferenceSettings, temperature: float) -> None:
         """
         Raises:
-            ConfigError: the model cannot be loaded.
+            ConfigError: the model cannot be loaded, or not be used as asked.
         """
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -35,6 +37,7 @@ class ReferenceModel:
         causal_lm.eval()
         self._model = LogprobModel(causal_lm, temperature)
         self._model.check_head()
+        choose_layout(self._model, settings.layout, "reference.layout")
         self._batch_tokens = settings.batch_tokens
 
     def logprobs(self, rows: Sequence[TokenRow]) -> list[np.ndarray]:

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from system.core.settings import Settings
 
 Schedule = Literal["constant", "linear", "cosine"]
+LayoutSetting = Literal["auto", "shared_prefix", "padded"]
+Optimizer = Literal["adamw", "adamw_8bit"]
 
 
 class LearnerSettings(Settings):
@@ -20,10 +22,18 @@ class LearnerSettings(Settings):
     """DeepSpeed ZeRO stage: over the ranks it splits 0 nothing, 1 optimiser state, 2 also gradients, 3 also weights."""
     tokens_per_microbatch: int = Field(default=4096, ge=1)
     """Most tokens, padding included, that one forward and backward pass holds. A longer row goes alone."""
+    layout: LayoutSetting = "auto"
+    """How rows are laid out: shared_prefix computes a prompt once for all its completions, padded once for each. auto
+    shares where the model computes the same log-probs so, which is tried at the start."""
     epochs_per_step: int = Field(default=1, ge=1)
     """Passes over the groups of a step."""
     minibatches_per_step: int = Field(default=1, ge=1)
     """Optimiser updates per pass; each sees its share of the step's groups, in issue order."""
+    optimizer: Optimizer = "adamw"
+    """adamw_8bit keeps AdamW's moments in 8 bits, 2 bytes a parameter instead of 8; it needs bitsandbytes."""
+    offload_optimizer: bool = False
+    """On GPUs, under ZeRO 1 to 3: keep float32 weights, moments and summed gradients in the machine's memory and update
+    there; slower, and most of the optimiser's memory on the GPU is free."""
     learning_rate: float = Field(default=1e-6, gt=0.0)
     """Peak learning rate of AdamW."""
     schedule: Schedule = "constant"
@@ -62,6 +72,14 @@ class LearnerSettings(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _optimizer_can_be_offloaded(self) -> LearnerSettings:
+        if self.offload_optimizer and self.zero == 0:
+            raise ValueError("offload_optimizer: true needs zero 1, 2 or 3; ZeRO 0 keeps everything on the GPU")
+        if self.offload_optimizer and self.optimizer == "adamw_8bit":
+            raise ValueError("offload_optimizer: true and optimizer adamw_8bit exclude each other; use adamw")
+        return self
+
 
 class ReferenceSettings(Settings):
     """The frozen model whose log-probs anchor the policy."""
@@ -72,6 +90,8 @@ class ReferenceSettings(Settings):
     the policy's own model at its start."""
     batch_tokens: int = Field(default=8192, ge=1)
     """Most tokens, padding included, in one forward pass."""
+    layout: LayoutSetting = "auto"
+    """As ``learner.layout``."""
     collect_s: float = Field(default=0.005, ge=0.0)
     """How long the worker waits for further requests before it runs a batch."""
     threads: int | None = Field(default=None, ge=1)

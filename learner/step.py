@@ -21,10 +21,11 @@ from torch import Tensor
 from learner.advantages import Denominators, StepRows, step_denominators, takes_part
 from learner.deepspeed_engine import NonFiniteError, TrainingEngine
 from learner.kl import reward_kl
-from learner.logprobs import ScoredRow, TokenBatch, token_batch
 from learner.objectives import MetricSums, ObjectiveBatch, StepPlan
 from learner.objectives.base import AnyObjective
-from learner.packing import PackItem, pack_rows
+from learner.out_of_memory import Doing, Place
+from learner.packing import Layout, PackItem, pack_rows
+from learner.token_batch import ScoredRow, TokenBatch, TokenCounts, token_batch
 from learner.world import World
 from system.core.errors import ConfigError
 from system.core.records import Group, Row
@@ -82,20 +83,27 @@ class StepTotals:
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
     microbatches: int = 0
-    computed_tokens: int = 0
+    tokens: TokenCounts = field(default_factory=TokenCounts)
 
 
 class StepRunner:
     """Carries out the parts of a step on one rank."""
 
     def __init__(
-        self, engine: TrainingEngine, objective: AnyObjective, world: World, tokens_per_microbatch: int
+        self,
+        engine: TrainingEngine,
+        objective: AnyObjective,
+        world: World,
+        tokens_per_microbatch: int,
+        layout: Layout = "padded",
     ) -> None:
         self.engine = engine
         self.objective = objective
         self.world = world
         self.budget_tokens = tokens_per_microbatch
+        self.layout: Layout = layout
         self.unit = objective.unit
+        self.doing = Doing()
         self._zero_is_silent = is_silent_at_zero_advantage(objective)
 
     def lines_of(self, groups: Sequence[Group]) -> list[Line]:
@@ -183,7 +191,7 @@ class StepRunner:
         Raises:
             NonFiniteError: loss or coefficients are not finite on some rank; raised on all of them.
         """
-        packed = pack_rows(self._items(lines), self.budget_tokens, keep_groups=self.unit == "group")
+        packed = pack_rows(self._items(lines), self.budget_tokens, self.unit == "group", self.layout)
         coefficients: list[Tensor] | None = None
         loss = 0.0
         if not self._units_are_whole(packed, lines, facts):
@@ -194,8 +202,10 @@ class StepRunner:
             members = packed[number] if number < len(packed) else []
             chosen = [lines[index] for index in members]
             batch = self._token_batch(chosen)
-            totals.microbatches += bool(members)
-            totals.computed_tokens += batch.tokens.numel() if members else 0
+            if members:
+                totals.microbatches += 1
+                totals.tokens += batch.counts
+            self._now("learning", number, len(packed), chosen, batch)
             logprobs = self.engine.forward(batch)
             weights = torch.zeros_like(logprobs)
             if members and coefficients is not None:
@@ -259,22 +269,32 @@ class StepRunner:
     def _logprobs(self, lines: Sequence[Line]) -> list[np.ndarray]:
         """Log-probs without gradient, float32 of completion length each; collective under ZeRO 3."""
         answers: list[np.ndarray] = [np.zeros(0, np.float32)] * len(lines)
-        packed = pack_rows(self._items(lines), self.budget_tokens)
+        packed = pack_rows(self._items(lines), self.budget_tokens, layout=self.layout)
         rounds = max(self.world.gather(len(packed))) if self.engine.zero == 3 else len(packed)
         for number in range(rounds):
             members = packed[number] if number < len(packed) else []
             batch = self._token_batch([lines[index] for index in members])
+            self._now("log-probs", number, len(packed), [lines[index] for index in members], batch)
             with torch.no_grad():
                 padded = batch.padded(self.engine.module(batch)).cpu().numpy()
             for place, index in enumerate(members):
                 answers[index] = padded[place, : lines[index].row.length].copy()
         return answers
 
+    def _now(self, doing: str, number: int, count: int, lines: Sequence[Line], batch: TokenBatch) -> None:
+        """Says which micro-batch is computed next, for whoever has to explain a failure."""
+        groups = [line.row.group_id for line in lines]
+        self.doing.place = (
+            Place(doing, number + 1, count, groups, batch.tokens.numel())
+            if groups
+            else "an empty micro-batch, made because other ranks have more"
+        )
+
     def _token_batch(self, lines: Sequence[Line]) -> TokenBatch:
-        return token_batch([line.scored for line in lines] or [EMPTY_ROW], self.world.device)
+        return token_batch([line.scored for line in lines] or [EMPTY_ROW], self.world.device, self.layout)
 
     def _items(self, lines: Sequence[Line]) -> list[PackItem]:
-        return [PackItem(line.scored.tokens, line.row.group_id, line.row.trajectory_id) for line in lines]
+        return [line.scored.pack_item(line.row.group_id, line.row.trajectory_id) for line in lines]
 
     def _rounds(self, microbatches: int) -> int:
         """Passes of one update: under ZeRO 2 and 3 each is collective, below only the last."""

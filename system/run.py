@@ -205,7 +205,7 @@ async def _learn(
             report=report,
             times=times,
             counts=await parts.stream.counts(),
-            extra=synced.figures() if synced else {},
+            extra={**report.figures(), **(synced.figures() if synced else {})},
         )
         line_started_s = now_s
         metrics.write(line)

@@ -58,6 +58,8 @@ def run_training(path: Path, overrides: list[str], *, dry_run: bool, assume_gpus
         log.info(
             "%s: %s of %d steps, run folder %s", recipe.run.name, _start_or_go_on(record), recipe.run.steps, folder.path
         )
+        for line in plan.learner_lines:
+            log.info("%s: %s", line.label, line.value)
         try:
             asyncio.run(_run(recipe, plan, folder, record, local))
         except BaseException as ending:

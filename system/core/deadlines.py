@@ -8,6 +8,7 @@ without one of these; a lint test holds that.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
@@ -82,7 +83,24 @@ async def as_raised(reference: Any, what: str, error: type[InfrastructureError] 
             raise failure.cause from None
         raise
     except RayError as failure:  # died, killed for memory, lost with its node
-        raise error(f"{what}: its process is gone: {first_line(failure)}") from failure
+        raise error(f"{what}: its process is gone: {why_gone(failure)}") from failure
+
+
+def why_gone(failure: BaseException) -> str:
+    """What Ray knows of the end of a process, on one line: that memory ran out, or where to look."""
+    from ray.exceptions import OutOfMemoryError
+
+    if isinstance(failure, OutOfMemoryError):
+        return f"Ray ended it because its machine ran out of memory: {first_line(failure)}"
+    text = str(failure)
+    if "OOM killer" not in text:
+        return first_line(failure)
+    address = re.search(r"^\s*ip: (\S+)", text, re.MULTILINE)
+    machine = f"machine {address[1]}" if address else "its machine"
+    return (
+        f"{first_line(failure)} It crashed or was killed; whether the kernel did it because memory ran out, "
+        f"dmesg on {machine} tells"
+    )
 
 
 def first_line(failure: BaseException) -> str:
@@ -102,4 +120,4 @@ def wait_ray(refs: Any, deadline_s: float, what: str, error: type[TriptychError]
     except ray.exceptions.RayTaskError:
         raise
     except ray.exceptions.RayError as failure:
-        raise InfrastructureError(f"{what}: its process is gone: {first_line(failure)}") from failure
+        raise InfrastructureError(f"{what}: its process is gone: {why_gone(failure)}") from failure

@@ -54,6 +54,10 @@ class LearnerLost(InfrastructureError):
     """A learner rank died and the pool's restart budget is spent."""
 
 
+class OutOfMemory(InfrastructureError):
+    """An allocation failed; the same settings would fail again, so nothing is started anew."""
+
+
 class CheckpointDamaged(InfrastructureError):
     """A checkpoint is missing a part, or a part does not match its checksum."""
 

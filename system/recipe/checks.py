@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from system.prompts.pairs import OfflinePairsFactory
 from system.prompts.stream import PromptStreamFactory
 from system.recipe.model_facts import ModelFacts, read_model
 from system.recipe.partners import check_reference, offline_pairs
-from system.recipe.placement import Placement, place, this_machine
+from system.recipe.placement import LEARNER, Placement, place, this_machine
 from system.recipe.plan import PlanLine, plan_lines
 from system.recipe.settings import Recipe
 
@@ -40,6 +41,13 @@ class Plan:
     prompts: PromptStreamFactory
     pairs: OfflinePairsFactory | None = None
     """The objective's offline pairs, where it takes them."""
+
+    @property
+    def learner_lines(self) -> tuple[PlanLine, ...]:
+        """What a learner rank trains and holds, by cause: its line and the indented ones below it."""
+        first = next(index for index, line in enumerate(self.lines) if line.label == LEARNER)
+        below = takewhile(lambda line: line.label.startswith(" "), self.lines[first + 1 :])
+        return (self.lines[first], *below)
 
 
 def check_recipe(recipe: Recipe, *, assume_gpus: int | None = None, local: bool = False) -> Plan:

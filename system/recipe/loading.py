@@ -71,12 +71,16 @@ def read_resolved(path: str | Path) -> Recipe:
         raise ConfigError(f"{path}: {failure}") from None
 
 
+FREE_TO_CHANGE = frozenset({"learner.tokens_per_microbatch", "learner.activation_checkpointing"})
+"""Keys that say how much memory a pass takes and not what is learnt: a run may go on with others."""
+
+
 def differing_keys(there: Recipe, here: Recipe) -> list[str]:
-    """``key: value there -> value here`` for every dotted key in which two recipes differ, sorted; empty when equal."""
+    """``key: value there -> value here`` for every dotted key that makes two recipes different runs, sorted."""
     one, other = _flat(there.model_dump(mode="json")), _flat(here.model_dump(mode="json"))
     return [
         f"{key}: {one.get(key, 'absent')} -> {other.get(key, 'absent')}"
-        for key in sorted(one.keys() | other.keys())
+        for key in sorted((one.keys() | other.keys()) - FREE_TO_CHANGE)
         if one.get(key, _ABSENT) != other.get(key, _ABSENT)
     ]
 

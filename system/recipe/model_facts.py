@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from learner.memory import ModelShape
 from system.core.errors import ConfigError
 from system.prompts.tokens import TOKENIZER_FILES, context_tokens
 
@@ -26,15 +27,8 @@ class ModelFacts:
     architecture: str
     parameters: int | None
     context_tokens: int | None
-    layers: int
-    hidden: int
-    intermediate: int
-    key_value_width: int
-    """Heads of keys and values times their size."""
-
-    def key_value_bytes_per_token(self, element_bytes: int) -> int:
-        """Memory of one token's keys and values over all layers."""
-        return 2 * self.layers * self.key_value_width * element_bytes
+    shape: ModelShape
+    """Sizes of its parts; ``shape.parameters`` is 0 where ``parameters`` is None."""
 
 
 def read_model(path: str) -> ModelFacts:
@@ -45,7 +39,7 @@ def read_model(path: str) -> ModelFacts:
     """
     folder = Path(path)
     if not folder.exists() and _HUB_ID.match(path) and path.split("/")[0] not in _FOLDER_NAMES:
-        return _facts(path, _hub_config(path), None)
+        return _facts(path, *_from_hub(path))
     if not folder.is_dir():
         raise ConfigError(
             f"model.path: no model folder at {path}; "
@@ -68,20 +62,12 @@ def read_model(path: str) -> ModelFacts:
 
 
 def _facts(path: str, config: dict[str, Any], parameters: int | None) -> ModelFacts:
-    inner = config.get("text_config")
-    text = {**config, **inner} if isinstance(inner, dict) else config
-    hidden = int(text.get("hidden_size") or text.get("n_embd") or 0)
-    heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
-    head = int(text.get("head_dim") or hidden // heads)
     return ModelFacts(
         path=path,
         architecture=(config.get("architectures") or [config.get("model_type", "unknown")])[0],
         parameters=parameters,
         context_tokens=context_tokens(config),
-        layers=int(text.get("num_hidden_layers") or text.get("n_layer") or 0),
-        hidden=hidden,
-        intermediate=int(text.get("intermediate_size") or 4 * hidden),
-        key_value_width=int(text.get("num_key_value_heads") or heads) * head,
+        shape=ModelShape.of_config(config, parameters or 0),
     )
 
 
@@ -99,13 +85,21 @@ def _parameters(file: Path) -> int:
     )
 
 
-def _hub_config(path: str) -> dict[str, Any]:
-    from transformers import AutoConfig
+def _from_hub(path: str) -> tuple[dict[str, Any], int | None]:
+    """Configuration and number of parameters, which is counted on a model without memory."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        return dict(AutoConfig.from_pretrained(path).to_dict())
+        config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as failure:
         reason = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
         raise ConfigError(
             f"model.path: {path} is neither a folder here nor a model that the hub gives: {reason}"
         ) from failure
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, ImportError):  # not a causal language model that is known here; the learner says so
+        return dict(config.to_dict()), None
+    return dict(config.to_dict()), sum(parameter.numel() for parameter in model.parameters())

@@ -1,7 +1,8 @@
 """Who runs where, and what it needs: GPUs, threads and memory per role. Pure arithmetic on a recipe and a machine.
 
 Without GPUs the roles share the machine's cores and ask Ray for no CPUs. Memory figures are estimates from measured
-runs: an engine holds 1.5 GB beside weights and keys and values, a learner 22 bytes a parameter in bfloat16.
+runs: an engine holds 1.5 GB beside weights and keys and values; what a learner holds is worked out in
+``learner/memory.py``.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from learner.memory import ELEMENT_BYTES, MicroBatch, RankMemory, rank_memory
+from learner.optimizers import check_optimizer
 from system.core.errors import ConfigError
 from system.recipe.model_facts import ModelFacts
 from system.recipe.settings import Recipe
 
+LEARNER = "learner"
+"""Role of the learner ranks in the plan."""
 _ENGINE_BYTES = 1_500_000_000
 _PROCESS_BYTES = 800_000_000
 """A process with torch and transformers loaded."""
 _CPU_KEY_VALUE_BYTES = 2**30
 _USUAL_PROMPT_TOKENS = 512
 """Where a source sets no limit of its own."""
-ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class Placement:
     learner_threads: int | None
     reference_threads: int | None
     sync_backend: str
+    learner_memory: RankMemory | None
+    """By cause, for one rank; None: the model does not say how large it is."""
     roles: tuple[RolePlacement, ...]
 
     @property
@@ -120,6 +126,7 @@ def place(
         )
     if tensor_parallel > 1 and rollout_gpus == 0:
         raise ConfigError(f"rollout.tensor_parallel: {tensor_parallel} needs GPUs; without them it is 1")
+    check_optimizer(recipe.learner, on_cpu=learner_gpus == 0)
     learner_threads = _agreed("learner", recipe.learner.threads, threads.learner)
     reference_threads = _agreed("reference", recipe.reference.threads, threads.reference)
     engine_cores = threads.engine
@@ -131,6 +138,7 @@ def place(
         learner_threads = max(1, len(machine.cores) // recipe.learner.workers)
     if reference_gpus == 0 and reference_threads is None:
         reference_threads = max(1, len(machine.cores) // 2)
+    memory = learner_memory(recipe, model, on_cpu=learner_gpus == 0)
     references = recipe.reference.workers if needs_reference else 0
     roles = (
         RolePlacement(
@@ -138,8 +146,8 @@ def place(
             engine_memory_bytes(recipe, model),
         ),
         RolePlacement(
-            "learner", recipe.learner.workers, learner_gpus, _shown_threads(learner_threads),
-            learner_memory_bytes(recipe, model),
+            LEARNER, recipe.learner.workers, learner_gpus, _shown_threads(learner_threads),
+            None if memory is None else memory.total_bytes - memory.offloaded_bytes,
         ),
         RolePlacement(
             "reference worker", references, reference_gpus, _shown_threads(reference_threads),
@@ -148,7 +156,7 @@ def place(
     )  # fmt: skip
     placement = Placement(
         rollout_gpus, learner_gpus, reference_gpus, engine_cores, learner_threads, reference_threads,
-        _backend(recipe, rollout_gpus, learner_gpus), roles,
+        _backend(recipe, rollout_gpus, learner_gpus), memory, roles,
     )  # fmt: skip
     _check_fits(placement, machine)
     return placement
@@ -163,28 +171,24 @@ def engine_memory_bytes(recipe: Recipe, model: ModelFacts) -> int | None:
     return _ENGINE_BYTES + weights // recipe.rollout.tensor_parallel + key_values
 
 
-def learner_memory_bytes(recipe: Recipe, model: ModelFacts) -> int | None:
-    """Weights, gradients and optimiser state as ZeRO splits them over the ranks, and one micro-batch's activations."""
+def largest_micro_batch(recipe: Recipe, model: ModelFacts) -> MicroBatch:
+    """The largest micro-batch that a learner rank can meet: of rows as long as the recipe allows."""
+    rollout, workers = recipe.rollout, recipe.learner.workers
+    rows = -(-recipe.stream.groups_per_step * rollout.group_size // workers)
+    prompt = max(source.max_prompt_tokens or _USUAL_PROMPT_TOKENS for source in recipe.data)
+    row = prompt + rollout.max_tokens
+    if model.context_tokens is not None:
+        row = min(row, model.context_tokens)
+    tokens = max(min(recipe.learner.tokens_per_microbatch, rows * row), row)
+    return MicroBatch(tokens=tokens, row_tokens=row, wanted_tokens=min(tokens, rows * rollout.max_tokens))
+
+
+def learner_memory(recipe: Recipe, model: ModelFacts, on_cpu: bool) -> RankMemory | None:
+    """What one rank holds, by cause; None where the model does not say how large it is."""
     if model.parameters is None:
         return None
-    half = recipe.model.dtype == "bfloat16"
-    weights, gradients, optimiser, buffers = (2, 6, 12, 2) if half else (4, 4, 8, 4)
-    ranks, zero = recipe.learner.workers, recipe.learner.zero
-    state = (
-        weights / (ranks if zero >= 3 else 1)
-        + gradients / (ranks if zero >= 2 else 1)
-        + optimiser / (ranks if zero >= 1 else 1)
-        + buffers
-    )
-    element, learner = ELEMENT_BYTES[recipe.model.dtype], recipe.learner
-    rows = recipe.stream.groups_per_step * recipe.rollout.group_size
-    longest = (
-        max(source.max_prompt_tokens or _USUAL_PROMPT_TOKENS for source in recipe.data) + recipe.rollout.max_tokens
-    )
-    tokens = max(min(learner.tokens_per_microbatch, rows * longest), longest)
-    layer = 8 * model.hidden + 4 * model.intermediate
-    kept = model.hidden * model.layers + layer if learner.activation_checkpointing else layer * model.layers
-    return int(model.parameters * state) + tokens * kept * element
+    batch = largest_micro_batch(recipe, model)
+    return rank_memory(model.shape, recipe.model.dtype, recipe.learner, batch, on_cpu)
 
 
 def reference_memory_bytes(recipe: Recipe, model: ModelFacts) -> int | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from learner.memory import ELEMENT_BYTES, RankMemory, activation_bytes
 from system.prompts.stream import SourceSummary
 from system.recipe.model_facts import ModelFacts
-from system.recipe.placement import ELEMENT_BYTES, Placement, RolePlacement
+from system.recipe.placement import LEARNER, Placement, RolePlacement, largest_micro_batch
 from system.recipe.settings import Recipe
 
 
@@ -40,7 +41,7 @@ def plan_lines(
         *_step_lines(recipe, sources, longest_prompt_tokens),
         ("groups without signal", _WITHOUT_SIGNAL[objective.settings.zero_variance]),
         ("weight sync", _sync_line(recipe, model, placement)),
-        *((role.role, _role_line(role)) for role in placement.roles),
+        *(line for role in placement.roles for line in _role_lines(recipe, model, placement, role)),
         *_total_lines(placement),
     ]
     return [PlanLine(label, value) for label, value in pairs]
@@ -51,6 +52,13 @@ _WITHOUT_SIGNAL = {
     "drop": "left out of the step",
     "refill": "replaced by the next prompts, in prompt order",
     "as_is": "trained as they are",
+}
+
+
+_LAYOUTS = {
+    "auto": "a prompt is computed once for all its completions where that leaves the log-probs as they are",
+    "shared_prefix": "a prompt is computed once for all its completions",
+    "padded": "every completion is computed with a prompt of its own",
 }
 
 
@@ -98,6 +106,7 @@ def _step_lines(recipe: Recipe, sources: list[SourceSummary], longest: int | Non
         ("generated per step", f"at most {completions * rollout.max_tokens:,} tokens ({rollout.max_tokens} each)"),
         ("learned per step", learned),
         ("optimiser updates per step", f"{learner.epochs_per_step * learner.minibatches_per_step} ({passes})"),
+        ("row layout", f"{learner.layout}: {_LAYOUTS[learner.layout]}"),
         ("prompts in the run", f"{steps * groups:,} prompts, {steps * completions:,} completions"),
         ("longest prompt", longest_prompt),
         (
@@ -120,6 +129,56 @@ def _sync_line(recipe: Recipe, model: ModelFacts, placement: Placement) -> str:
     weights = model.parameters * ELEMENT_BYTES[recipe.model.dtype]
     buckets = -(-weights // recipe.sync.bucket_bytes)
     return f"{line}; {weights / 1e6:,.1f} MB in about {buckets} buckets"
+
+
+def _learner_lines(recipe: Recipe, model: ModelFacts, placement: Placement) -> list[tuple[str, str]]:
+    """What a learner rank trains and holds, by cause; what a layout of rows saves belongs here, too."""
+    batch, memory = largest_micro_batch(recipe, model), placement.learner_memory
+    lines = [
+        ("  micro-batch", f"at most {batch.tokens:,} tokens, padding included, rows of at most {batch.row_tokens:,}"),
+    ]
+    if memory is None:
+        return lines
+    count = model.shape.parameters
+    other = activation_bytes(model.shape, recipe.model.dtype, batch, not recipe.learner.activation_checkpointing)
+    switched = "without" if recipe.learner.activation_checkpointing else "with"
+    return [
+        ("  parameters", f"{count / 1e6:,.1f} M, {count / 1e6:,.1f} M of them trained"),
+        *lines,
+        *((f"  {label}", value) for label, value in _causes(memory)),
+        (
+            "  activations",
+            f"{_gigabytes(memory.activations_bytes)} of the largest micro-batch "
+            f"({_gigabytes(other)} {switched} activation_checkpointing)",
+        ),
+        ("  logits", f"{_gigabytes(memory.logits_bytes)} at a time; their gradient takes their place"),
+    ]
+
+
+def _causes(memory: RankMemory) -> list[tuple[str, str]]:
+    lines = [
+        ("weights", _gigabytes(memory.weights_bytes)),
+        ("gradients", _gigabytes(memory.gradients_bytes)),
+        ("float32 masters", _gigabytes(memory.masters_bytes)),
+        ("optimiser state", _gigabytes(memory.optimiser_bytes)),
+        (
+            "DeepSpeed's buffers",
+            f"{_gigabytes(memory.buffers_bytes)}, {_gigabytes(memory.exchange_bytes)} more in a pass, "
+            f"{_gigabytes(memory.update_bytes)} more in an update",
+        ),
+    ]
+    if memory.offloaded_bytes:
+        lines.append(("offloaded", f"{_gigabytes(memory.offloaded_bytes)} of these are in the machine's memory"))
+    return lines
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB"
+
+
+def _role_lines(recipe: Recipe, model: ModelFacts, placement: Placement, role: RolePlacement) -> list[tuple[str, str]]:
+    lines = [(role.role, _role_line(role))]
+    return lines + _learner_lines(recipe, model, placement) if role.role == LEARNER else lines
 
 
 def _role_line(role: RolePlacement) -> str:

@@ -16,11 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from learner.deepspeed_engine import NonFiniteError
-from learner.logprobs import ScoredRow
 from learner.objectives import build_objective
 from learner.rank import LearnerPlan, LearnerRank
 from learner.settings import LearnerSettings
 from learner.step import is_silent_at_zero_advantage
+from learner.token_batch import ScoredRow
 from system.core.errors import CheckpointDamaged, ConfigError
 from system.core.model import ModelSettings
 from system.core.records import Group

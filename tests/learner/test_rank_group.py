@@ -13,7 +13,7 @@ from learner import rank_group
 from learner.deepspeed_engine import NonFiniteError
 from learner.rank_group import RankGroup
 from learner.world import RanksDisconnected
-from system.core.errors import ConfigError, LearnerLost
+from system.core.errors import ConfigError, LearnerLost, OutOfMemory
 from system.core.weights.wire import TransferBroken
 
 
@@ -197,6 +197,7 @@ def test_an_error_while_others_hang_comes_at_once_and_refuses_all_later_calls(mo
         (TransferBroken("a receiver left"), True),
         (NonFiniteError("loss"), False),
         (LearnerLost("gone"), False),
+        (OutOfMemory("micro-batch 1 of 2"), False),
         (ValueError("a defect"), False),
     ],
 )

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from learner.logprobs import LogprobModel, ScoredRow, completion_logprobs
+from learner.logprobs import LogprobModel, completion_logprobs
 from learner.model import load_causal_lm
 from learner.reference import ReferenceModel
 from learner.reference_actor import ReferenceClient, ReferenceWorker
 from learner.settings import ReferenceSettings
+from learner.token_batch import ScoredRow
 from system.core.errors import ConfigError, DataError, InfrastructureError
 from system.core.model import ModelSettings
 from system.core.protocols import TokenRow

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from learner.schedule import learning_rate_at
 from learner.settings import LearnerSettings, ReferenceSettings
@@ -36,6 +40,38 @@ def test_updates_beyond_the_run_keep_a_positive_rate():
 def test_a_falling_schedule_without_a_length_is_refused():
     with pytest.raises(ConfigError, match=r"run\.steps"):
         learning_rate_at(LearnerSettings(schedule="cosine"), 0, None)
+
+
+SCHEDULES = st.sampled_from(["constant", "linear", "cosine"])
+
+
+@given(schedule=SCHEDULES, warmup=st.integers(0, 50), total=st.integers(1, 200), peak=st.floats(1e-8, 1.0))
+def test_a_run_warms_up_to_its_peak_once_and_never_rises_again(schedule, warmup, total, peak):
+    settings = LearnerSettings(schedule=schedule, warmup_steps=warmup, learning_rate=peak)
+    rates = [learning_rate_at(settings, update, total) for update in range(total)]
+    rising, after = rates[: min(warmup, total)], rates[warmup:]
+    assert all(0.0 < rate <= peak * (1 + 1e-12) for rate in rates)
+    steps = [after - before for before, after in pairwise([0.0, *rising])]
+    assert steps == pytest.approx([peak / warmup] * len(steps) if warmup else [])
+    assert not after or after[0] == peak
+    assert all(later <= earlier for earlier, later in pairwise(after))
+    assert schedule != "constant" or set(after) <= {peak}
+
+
+@given(schedule=st.sampled_from(["linear", "cosine"]), warmup=st.integers(0, 20), falling=st.integers(2, 400))
+def test_a_falling_schedule_loses_as_much_before_half_time_as_after_it(schedule, warmup, falling):
+    settings = LearnerSettings(schedule=schedule, warmup_steps=warmup, learning_rate=1.0)
+    total = warmup + falling
+    for done in range(1, falling):
+        mirrored = learning_rate_at(settings, warmup + falling - done, total)
+        assert learning_rate_at(settings, warmup + done, total) + mirrored == pytest.approx(1.0)
+
+
+@given(schedule=st.sampled_from(["linear", "cosine"]), total=st.integers(1, 300), beyond=st.integers(0, 100))
+def test_a_run_that_is_longer_than_planned_keeps_the_last_rate(schedule, total, beyond):
+    settings = LearnerSettings(schedule=schedule, learning_rate=1.0)
+    last = learning_rate_at(settings, total - 1, total)
+    assert learning_rate_at(settings, total + beyond, total) == last > 0.0
 
 
 @pytest.mark.parametrize(

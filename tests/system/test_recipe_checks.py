@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from rich.console import Console
 from system.core.errors import ConfigError, DataError
 from system.recipe import check_recipe, load_recipe, print_plan
 from system.recipe.model_facts import read_model
-from system.recipe.placement import Machine, _ranges, learner_memory_bytes, place
+from system.recipe.placement import Machine, _ranges, largest_micro_batch, place
 from tests.tiny_models import save_tiny_llama
 
 RECIPE = """
@@ -182,7 +183,7 @@ def test_the_models_sizes_are_those_of_the_loaded_model(folder):
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert facts.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert facts.context_tokens == 512
-    assert facts.key_value_bytes_per_token(2) == 2 * 2 * 32 * 2
+    assert (facts.shape.layers, facts.shape.hidden, facts.shape.key_value_width) == (2, 64, 32)
 
 
 def test_gpus_are_counted_per_role_and_compared_with_those_there_are(check):
@@ -250,16 +251,46 @@ def test_what_does_not_fit_into_memory_is_refused_with_the_sum(folder):
     ).roles  # fmt: skip
 
 
-def test_a_learner_in_bfloat16_takes_22_bytes_a_parameter_and_zero_spreads_them(folder):
-    model = replace(read_model(str(folder / "model")), parameters=10**9, layers=0)
+def test_the_plan_says_what_a_learner_rank_holds_and_why(check):
+    lines = {line.label.strip(): line.value for line in check().lines}
+    assert lines["parameters"] == "0.1 M, 0.1 M of them trained"
+    assert lines["micro-batch"] == "at most 3,840 tokens, padding included, rows of at most 160"
+    for cause in ("weights", "gradients", "float32 masters", "optimiser state", "logits"):
+        assert lines[cause].split()[1] == "GB"
+    assert lines["activations"].endswith("with activation_checkpointing)")
+    checkpointed = {line.label.strip(): line.value for line in check("learner.activation_checkpointing=true").lines}
+    assert checkpointed["activations"].endswith("without activation_checkpointing)")
+    assert [line.label for line in check().learner_lines][:3] == ["learner", "  parameters", "  micro-batch"]
+    assert check().learner_lines[-1].label == "  logits"
 
-    def estimate(*overrides):
-        recipe = load_recipe(folder / "recipe.yaml", ["model.dtype=bfloat16", *overrides])
-        return learner_memory_bytes(recipe, model)
 
-    assert estimate("learner.zero=0") == 22 * 10**9
-    assert estimate("learner.zero=1", "learner.workers=2") == 16 * 10**9
-    assert estimate("learner.zero=2", "learner.workers=2") == 13 * 10**9
+def test_the_largest_micro_batch_is_one_ranks_rows_or_the_budget_or_one_row(folder):
+    model = read_model(str(folder / "model"))
+
+    def tokens(*overrides):
+        return largest_micro_batch(load_recipe(folder / "recipe.yaml", overrides), model).tokens
+
+    assert tokens() == 24 * 160
+    assert tokens("learner.workers=5") == 5 * 160
+    assert tokens("learner.tokens_per_microbatch=1000") == 1000
+    assert tokens("learner.tokens_per_microbatch=10") == 160
+    assert tokens("data.0.max_prompt_tokens=480", "learner.tokens_per_microbatch=10") == 512
+
+
+def test_the_optimiser_is_offloaded_from_gpus_only(check):
+    offload = ["learner.offload_optimizer=true"]
+    with pytest.raises(ConfigError, match=r"learner.offload_optimizer: true .* the learner has no GPU"):
+        check(*offload)
+    plan = check(*offload, "placement.gpus_per_learner_worker=1", assume_gpus=8)
+    assert any(line.label == "  offloaded" for line in plan.lines)
+    with pytest.raises(ConfigError, match="needs zero 1, 2 or 3"):
+        check(*offload, "learner.zero=0", assume_gpus=8)
+
+
+def test_an_optimiser_whose_package_is_missing_is_refused_with_the_command_that_installs_it(check, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match=r"adamw_8bit needs the package bitsandbytes.* pip install"):
+        check("learner.optimizer=adamw_8bit")
 
 
 def test_the_checked_recipe_makes_the_prompts_of_the_run(check):

@@ -192,6 +192,11 @@ def test_any_value_survives_being_written_and_read(tmp_path_factory, rate, suffi
     assert read_resolved(path) == recipe
 
 
+def test_a_run_may_go_on_with_smaller_micro_batches(recipe_file):
+    overrides = ["learner.tokens_per_microbatch=512", "learner.activation_checkpointing=true"]
+    assert differing_keys(load_recipe(recipe_file()), load_recipe(recipe_file(), overrides)) == []
+
+
 def test_differing_keys_are_named_with_both_values(recipe_file):
     there = load_recipe(recipe_file())
     here = load_recipe(recipe_file(), ["learner.zero=2", "objective.kl_coefficient=0.04", "data.0.weight=2"])

@@ -1,4 +1,4 @@
-"""One of two gloo ranks: trains the same groups under every ZeRO stage, writes the weights. Run by test_two_ranks."""
+"""One of several gloo ranks: trains the same groups under ZeRO stages, writes weights. Run by test_several_ranks."""
 
 from __future__ import annotations
 
@@ -17,34 +17,38 @@ from system.core.model import ModelSettings
 from system.core.records import Group
 from tests.learner.conftest import coupled_objective, make_groups
 
-RUNS = ("0", "1", "2", "3", "coupled")
-"""ZeRO stages with GRPO, and a group-coupled objective under ZeRO 1."""
+RUNS = {1: ("0", "1", "2", "3", "coupled"), 2: ("0", "1", "2", "3", "coupled"), 4: ("1", "3", "coupled")}
+"""By number of ranks: ZeRO stages with GRPO, and a group-coupled objective under ZeRO 1."""
 STEPS = 3
 
 
-def plan(folder: Path, run: str, out: Path) -> LearnerPlan:
+def plan(folder: Path, run: str, out: Path, size: int) -> LearnerPlan:
     objective = coupled_objective(out) if run == "coupled" else {"name": "grpo", "kl_coefficient": 0.1}
     zero = 1 if run == "coupled" else int(run)
     settings = LearnerSettings(
-        learning_rate=1e-2, epsilon=1e-2, threads=1, zero=zero, workers=2, tokens_per_microbatch=40,
-        minibatches_per_step=2, collective_timeout_s=60.0, checkpoint_deadline_s=60.0,
+        learning_rate=1e-2, epsilon=1e-2, threads=1, zero=zero, workers=size, tokens_per_microbatch=40,
+        epochs_per_step=2, minibatches_per_step=2, collective_timeout_s=300.0, checkpoint_deadline_s=300.0,
     )  # fmt: skip
     return LearnerPlan(ModelSettings(path=str(folder), dtype="float32"), settings, objective)
 
 
-def share(step: int, rank: int | None) -> list[Group]:
-    """Rank's rows of a step of groups of 2, 3 and 4 rows (None: all rows of it).
+def groups_of(step: int) -> list[Group]:
+    """Three groups, of 2, 3 and 4 rows."""
+    return [Group(group.rows[:size]) for group, size in zip(make_groups(3, seed=step), (2, 3, 4), strict=True)]
 
-    In the first step as a pool spreads them, in the second a group is cut, in the last rank 1 has no rows at all.
+
+def share(step: int, rank: int, size: int) -> list[Group]:
+    """Rank's rows of a step.
+
+    In the first step as a pool spreads them, in the second a group is cut, in the last only rank 0 has rows at all.
     """
-    groups = [Group(group.rows[:size]) for group, size in zip(make_groups(3, seed=step), (2, 3, 4), strict=True)]
-    if rank is None:
-        return groups
+    groups = groups_of(step)
     if step % STEPS == 0:
-        return share_rows(groups, 2, minibatches=2)[rank]
+        return share_rows(groups, size, minibatches=2)[rank]
     if step % STEPS == 1:
         first, *others = groups
-        return [Group(first.rows[:1]), *others[:1]] if rank == 0 else [Group(first.rows[1:]), *others[1:]]
+        shares = [[Group(first.rows[:1]), *others[:1]], [Group(first.rows[1:]), *others[1:]]]
+        return shares[rank] if rank < 2 else []
     return groups if rank == 0 else []
 
 
@@ -56,10 +60,10 @@ def weights_of(rank: LearnerRank) -> dict[str, torch.Tensor]:
     return weights
 
 
-def main(rank_number: int, folder: Path, out: Path) -> None:
+def main(rank_number: int, size: int, folder: Path, out: Path) -> None:
     meeting = None
-    for run in RUNS:
-        rank = LearnerRank(plan(folder, run, out), rank_number, 2)
+    for run in RUNS[size]:
+        rank = LearnerRank(plan(folder, run, out, size), rank_number, size)
         if meeting is None and rank_number == 0:
             meeting = rank.meeting()
             (out / "port.tmp").write_text(str(meeting.port))
@@ -69,10 +73,10 @@ def main(rank_number: int, folder: Path, out: Path) -> None:
         rank.setup(meeting)
         listening = [entry.laddr.ip for entry in psutil.Process().net_connections("inet") if entry.status == "LISTEN"]
         assert all(address.startswith("127.") for address in listening), listening
-        reports = [rank.step(share(step, rank_number), step, step) for step in range(STEPS)]
+        reports = [rank.step(share(step, rank_number, size), step, step) for step in range(STEPS)]
         weights = weights_of(rank)
         rank.save(out / f"checkpoint-{run}")
-        rank.step(share(0, rank_number), STEPS, STEPS)
+        rank.step(share(0, rank_number, size), STEPS, STEPS)
         rank.load(out / f"checkpoint-{run}")
         again = weights_of(rank)
         assert all(torch.equal(again[name], weights[name]) for name in weights)
@@ -86,4 +90,4 @@ def main(rank_number: int, folder: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
