@@ -77,7 +77,7 @@ def end_process(place: ProcessPlace, deadline_s: float) -> None:
         with suppress(psutil.NoSuchProcess):
             member.kill()
     end_s = time.monotonic() + deadline_s
-    while family := [member for member in family if not _is_gone(member)]:
+    while family := [member for member in family if not is_gone(member)]:
         if time.monotonic() > end_s:
             pids = ", ".join(str(member.pid) for member in family)
             raise InfrastructureError(
@@ -87,7 +87,8 @@ def end_process(place: ProcessPlace, deadline_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _is_gone(process: psutil.Process) -> bool:
+def is_gone(process: psutil.Process) -> bool:
+    """Whether the process has ended, be it that its parent has not collected it yet (a zombie)."""
     import psutil
 
     try:

@@ -23,6 +23,7 @@ from learner.reference_actor import ReferenceClient, start_reference_actors
 from learner.settings import LearnerSettings, ReferenceSettings
 from system.core.errors import ConfigError, LearnerLost
 from system.core.model import ModelSettings
+from system.core.processes import is_gone
 from system.core.protocols import TokenRow
 from system.core.weights.gloo import GlooGroup
 from system.core.weights.wire import Endpoint, Manifest, TransferBroken, new_buffer, unpack, verify
@@ -219,12 +220,13 @@ def test_a_rank_killed_in_a_step_is_named_and_a_new_pool_goes_on_bit_by_bit(
 def test_ranks_that_hang_in_a_collective_are_named_and_ended_at_once(pool: LearnerPool, runner: asyncio.Runner) -> None:
     async def scenario() -> None:
         pids = await pids_of(pool)
+        processes = [psutil.Process(pid) for pid in pids]
         os.kill(pids[1], signal.SIGSTOP)
         with pytest.raises(LearnerLost, match="learner rank 0, learner rank 1: probe: no answer within 2 s"):
             await pool._ranks.all("probe", 2.0, PROBE)
         closing_s = time.monotonic()
         await pool.close()
-        while any(psutil.pid_exists(pid) for pid in pids):
+        while not all(is_gone(process) for process in processes):
             assert time.monotonic() - closing_s < 10.0
             await asyncio.sleep(0.05)
 

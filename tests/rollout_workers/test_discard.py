@@ -16,6 +16,7 @@ from ray.cluster_utils import Cluster
 from rollout_workers.actor import RolloutActor, RolloutClient, WorkerPlan, create_rollout_actor
 from rollout_workers.contract import EngineDied
 from system.core.model import ModelSettings
+from system.core.processes import is_gone
 from tests.rollout_workers.canned import MemoryStream
 from tests.rollout_workers.torch_side import rollout_settings
 
@@ -67,7 +68,7 @@ def test_a_worker_whose_processes_are_all_stopped_is_gone_at_once(
         os.kill(process.pid, signal.SIGSTOP)
     for _ in range(2):
         loop.run(worker.discard(GONE_S))
-        assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
+        assert all(is_gone(process) for process in family)
     with pytest.raises(EngineDied, match="w0"):
         loop.run(worker.status())
 
@@ -89,7 +90,7 @@ def test_a_stopped_worker_on_another_node_is_gone_too(
     process = psutil.Process(worker.place.pid)
     os.kill(process.pid, signal.SIGSTOP)
     loop.run(worker.discard(GONE_S))
-    assert not process.is_running()
+    assert is_gone(process)
     with pytest.raises(EngineDied, match="w1"):
         loop.run(worker.status())
 

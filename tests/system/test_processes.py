@@ -55,7 +55,7 @@ def family() -> Iterator[list[ProcessPlace]]:
         parent.kill()
 
 
-def is_gone(place: ProcessPlace) -> bool:
+def has_ended(place: ProcessPlace) -> bool:
     try:
         return psutil.Process(place.pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -65,7 +65,7 @@ def is_gone(place: ProcessPlace) -> bool:
 def until_gone(places: list[ProcessPlace], deadline_s: float = 5.0) -> bool:
     end_s = time.monotonic() + deadline_s
     while time.monotonic() < end_s:
-        if all(is_gone(place) for place in places):
+        if all(has_ended(place) for place in places):
             return True
         time.sleep(0.02)
     return False
@@ -83,7 +83,7 @@ def test_a_stopped_process_is_ended_with_all_its_descendants(family: list[Proces
     for place in reversed(family):
         os.kill(place.pid, signal.SIGSTOP)
     end_process(family[0], WAIT_S)
-    assert all(is_gone(place) for place in family)
+    assert all(has_ended(place) for place in family)
 
 
 def test_ending_a_process_that_has_ended_does_nothing(family: list[ProcessPlace]) -> None:
@@ -94,7 +94,7 @@ def test_ending_a_process_that_has_ended_does_nothing(family: list[ProcessPlace]
 def test_a_later_process_with_the_same_id_is_left_alone(family: list[ProcessPlace]) -> None:
     end_process(replace(family[0], started_s=family[0].started_s - 60), WAIT_S)
     time.sleep(0.2)
-    assert not any(is_gone(place) for place in family)
+    assert not any(has_ended(place) for place in family)
 
 
 def test_what_the_kernel_does_not_let_go_of_is_named(
