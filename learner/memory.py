@@ -103,10 +103,10 @@ class RankMemory:
     buffers_bytes: int
     """DeepSpeed's own, there all the time."""
     exchange_bytes: int
-    """DeepSpeed's copies in a forward and backward pass: of gradients on their way to other ranks, and under ZeRO 3 of
-    the weights in use."""
+    """DeepSpeed's copies beside the activations of a pass: of gradients on their way to other ranks, and under ZeRO 3
+    of the weights in use."""
     update_bytes: int
-    """DeepSpeed's copies of gradients in an update; not at the same time as a pass."""
+    """DeepSpeed's copies of gradients at the end of a backward pass and in an update, when no activations are left."""
     activations_bytes: int
     """One micro-batch, as ``activation_checkpointing`` is set."""
     logits_bytes: int
@@ -178,11 +178,11 @@ def _copies(count: int, own: float, element: int, zero: int) -> _Copies:
     if zero == 0:
         return _Copies(element * count, update=4 * count)
     if zero == 1 and half:
-        return _Copies(4 * count, exchange=4 * count)
+        return _Copies(4 * count, update=4 * count)
     if zero == 1:
         return _Copies(4 * count, exchange=bucket, update=max(0.0, 8 * own - 4 * count))
     if zero == 2:
-        return _Copies(4 * own, exchange=bucket + (0 if half else 4 * own))
+        return _Copies(4 * own, exchange=bucket, update=0 if half else bucket + 4 * own)
     return _Copies(4 * own, buffers=bucket, update=4 * own)
 
 

@@ -124,10 +124,19 @@ def test_weights_gradients_masters_and_optimiser_are_what_deepspeed_holds(llama,
 @pytest.mark.parametrize(
     ("dtype", "learner"),
     [
-        ("bfloat16", {"zero": 1}),
-        ("bfloat16", {"zero": 1, "activation_checkpointing": True}),
         ("float32", {"zero": 2}),
-        ("bfloat16", {"zero": 3, "offload_optimizer": True}),
+        *(
+            pytest.param(dtype, learner, marks=pytest.mark.long)
+            for dtype, learner in (
+                ("bfloat16", {"zero": 1}),
+                ("bfloat16", {"zero": 1, "activation_checkpointing": True}),
+                ("float32", {"zero": 0}),
+                ("float32", {"zero": 3}),
+                ("bfloat16", {"zero": 2}),
+                ("bfloat16", {"zero": 3, "offload_optimizer": True}),
+                ("float32", {"zero": 2, "offload_optimizer": True}),
+            )
+        ),
     ],
     ids=str,
 )

@@ -74,7 +74,7 @@ def in_the_third_pass(rank: LearnerRank) -> None:
 def test_a_micro_batch_that_does_not_fit_is_named_with_the_setting_to_lower(
     tiny_llama: Path, where: Callable[[LearnerRank], None], said: str
 ) -> None:
-    rank = started(tiny_llama, tokens_per_microbatch=60)
+    rank = started(tiny_llama, tokens_per_microbatch=30)
     where(rank)
     with pytest.raises(OutOfMemory, match=said) as failure:
         rank.step(make_groups(), 0, 0)
@@ -82,7 +82,7 @@ def test_a_micro_batch_that_does_not_fit_is_named_with_the_setting_to_lower(
     assert "learner rank 0" in text
     assert "tokens with padding, completions: " in text
     assert f"you tried to allocate {4 * ABSURD_ELEMENTS} bytes" in text
-    assert "lower learner.tokens_per_microbatch (now 60), or set learner.activation_checkpointing: true" in text
+    assert "lower learner.tokens_per_microbatch (now 30), or set learner.activation_checkpointing: true" in text
     assert failure.value.exit_code == 4
     assert "\n" not in text
     rank.close()
