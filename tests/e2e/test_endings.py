@@ -53,8 +53,6 @@ class Ended:
     stderr: str
     left_soon: set[str]
     """Names of processes that were there 15 s after the end."""
-    left_late: set[str]
-    """The same after 90 s; looked at only when something was left soon."""
     steps: int
     incarnation: int
 
@@ -87,6 +85,8 @@ class Scenario:
         self.run = RunFolder(folder / "run")
         self._command = [sys.executable, "-m", "system.cli", "train", str(path)]
         self._log = folder / "stderr.txt"
+        self._left: dict[int, str] = {}
+        """Processes that were there 15 s after an end."""
 
     def steps(self) -> int:
         return len(read_metrics(self.run.metrics))
@@ -107,17 +107,20 @@ class Scenario:
         code = process.wait(timeout=240)
         seconds = time.monotonic() - began_s
         until_s = time.monotonic() + 15
-        while processes_of(self.run.path) and time.monotonic() < until_s:
+        while (left := self._processes()) and time.monotonic() < until_s:
             time.sleep(0.3)
-        left_soon = set(processes_of(self.run.path).values())
-        left_late: set[str] = set()
-        if left_soon:
-            until_s = time.monotonic() + 80
-            while processes_of(self.run.path) and time.monotonic() < until_s:
-                time.sleep(1.0)
-            left_late = set(processes_of(self.run.path).values())
+        self._left.update(left)
         record = self.run.read()
-        return Ended(code, seconds, self._log.read_text(), left_soon, left_late, self.steps(), record.incarnation)
+        return Ended(code, seconds, self._log.read_text(), set(left.values()), self.steps(), record.incarnation)
+
+    def left_late(self) -> set[str]:
+        """Names of the processes that some end left and that still are there."""
+        there = processes_of(self.run.path)
+        return {name for pid, name in self._left.items() if there.get(pid) == name}
+
+    def _processes(self) -> dict[int, str]:
+        """Those of the latest start."""
+        return {pid: name for pid, name in processes_of(self.run.path).items() if pid not in self._left}
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +148,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dic
 
     endings["finished"] = scenario.end(scenario.start(None), lambda: None)
     endings["again"] = scenario.end(scenario.start(None), lambda: None)
+    endings["left_late"] = scenario.left_late()
     return endings
 
 
@@ -165,7 +169,7 @@ def test_a_killed_run_leaves_only_rays_own_agents_and_those_not_for_long(disturb
     killed = disturbed["killed"]
     assert killed.code == -signal.SIGKILL
     assert all("agent" in name.lower() or "dashboard" in name for name in killed.left_soon), killed.left_soon
-    assert not killed.left_late
+    assert not disturbed["left_late"]
 
 
 def test_sigterm_ends_with_a_checkpoint_within_30_s(disturbed: dict[str, Any]) -> None:
