@@ -39,7 +39,7 @@ def choose_layout(model: LogprobModel, wanted: LayoutSetting, key: str = "learne
         _set(model, "padded", f"{key} is padded")
         return
     config: Any = model.causal_lm.config
-    obstacle = _obstacle(config, model.causal_lm)
+    obstacle = _obstacle(config, model)
     dense_mask = config.get_text_config()._attn_implementation != ATTENTION
     if obstacle is None and dense_mask and _has_windows(config):
         obstacle = "its attention is its own, with windows that one mask for all layers does not give"
@@ -58,16 +58,19 @@ def _set(model: LogprobModel, layout: Layout, reason: str, dense_mask: bool = Fa
     model.layout, model.layout_reason, model.dense_mask = layout, reason, dense_mask
 
 
-def _obstacle(config: Any, causal_lm: Any) -> str | None:
-    """What can be said against packed rows without trying them."""
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+def _obstacle(config: Any, model: LogprobModel) -> str | None:
+    """What can be said against packed rows without trying them (on few tokens, where some of it would not show)."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
     unknown = sorted(kinds - KNOWN_LAYERS)
     if unknown:
         return f"models of type '{config.model_type}' have layers of kind {', '.join(unknown)}"
-    if getattr(causal_lm, "_is_stateful", False):
+    if getattr(model.causal_lm, "_is_stateful", False):
         return f"models of type '{config.model_type}' carry a state from token to token"
-    if "position_ids" not in inspect.signature(causal_lm.base_model.forward).parameters:
+    if "position_ids" not in inspect.signature(model.body.forward).parameters:
         return f"models of type '{config.model_type}' do not take the positions of tokens"
+    if getattr(text, "attn_temperature_tuning", False):
+        return f"models of type '{config.model_type}' scale attention by a token's place in the row, not its position"
     return None
 
 

@@ -86,13 +86,17 @@ class StepReport:
     """Share of the computed tokens that is padding, on all ranks."""
     shared_prompt_share: float = 0.0
     """Share of the rows' prompt tokens that were not computed because another row had them, on all ranks."""
+    entropy: float | None = None
+    """Nats, mean over the trained tokens whose passes were computed, on all ranks and in all updates; NaN when there
+    were none, None where ``learner.entropy`` is off."""
 
     def figures(self) -> dict[str, float]:
-        """How its passes were filled, for the step's line of metrics."""
-        return {
+        """What its passes were filled with and gave by the way, for the step's line of metrics."""
+        figures = {
             "learner/padding_share": self.padding_share,
             "learner/shared_prompt_share": self.shared_prompt_share,
         }
+        return figures if self.entropy is None else {**figures, "learner/entropy": self.entropy}
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -150,6 +154,7 @@ class LearnerRank:
         self.model = LogprobModel(causal_lm, self.plan.temperature)
         self.model.check_head()
         choose_layout(self.model, settings.layout)
+        self.model.with_entropy = settings.entropy
         self.world = World.open(
             self.rank, self.size, device, settings.collective_timeout_s, meeting, self._meeting_point
         )
@@ -198,14 +203,14 @@ class LearnerRank:
                 self.doing.place = "the optimiser's update"
                 totals.gradient_norms.append(self.engine.update(rate))
                 self.updates += 1
-        parts = self.world.gather((totals.sums, totals.losses, totals.tokens))
+        parts = self.world.gather(totals)
         updates = self.updates - first_update
-        sums = sum((part[0] for part in parts), facts.plan.sums if parts else MetricSums())
-        tokens = sum((part[2] for part in parts), TokenCounts())
+        sums = sum((part.sums for part in parts), facts.plan.sums if parts else MetricSums())
+        tokens = sum((part.tokens for part in parts), TokenCounts())
         return StepReport(
             step=step,
             version=version,
-            loss=sum(sum(part[1]) for part in parts) / updates if updates else 0.0,
+            loss=sum(sum(part.losses) for part in parts) / updates if updates else 0.0,
             grad_norm=sum(totals.gradient_norms) / updates if updates else float("nan"),
             learning_rate=rate,
             updates=updates,
@@ -222,6 +227,7 @@ class LearnerRank:
             learn_s=time.monotonic() - started_s,
             padding_share=tokens.padding_share,
             shared_prompt_share=tokens.shared_prompt_share,
+            entropy=_mean_entropy(parts) if settings.entropy else None,
         )
 
     def probe(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
@@ -336,6 +342,11 @@ class LearnerRank:
         if self._sender is None:
             raise ConfigError("weight transfer: open_transfer comes first")
         return self._sender
+
+
+def _mean_entropy(parts: Sequence[StepTotals]) -> float:
+    tokens = sum(part.entropy_tokens for part in parts)
+    return sum(part.entropy_nats for part in parts) / tokens if tokens else float("nan")
 
 
 def _array(tokens: Sequence[int]) -> Any:

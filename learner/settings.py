@@ -48,6 +48,9 @@ class LearnerSettings(Settings):
     """AdamW's epsilon."""
     gradient_clip: float = Field(default=1.0, ge=0.0)
     """Largest norm of the whole gradient; 0 switches clipping off."""
+    entropy: bool = False
+    """Write the policy's entropy as learner/entropy into the metrics: nats, mean over the step's trained tokens, taken
+    from the logits of the learning pass. One more pass over them, no gradient."""
     activation_checkpointing: bool = False
     """Keep only each layer's input and compute the layer again in the backward pass: less memory, a third more time."""
     restarts: int = Field(default=2, ge=0)

@@ -185,6 +185,15 @@ def test_families_that_cannot_share_have_the_logprobs_of_each_row_alone(folder_o
             np.testing.assert_allclose(answer[row.columns], plain_logprobs(plain, row, 0.8)[row.columns], atol=2e-5)
 
 
+@pytest.mark.parametrize("name", list(PADDED))
+def test_families_that_cannot_share_have_the_gradients_of_each_row_alone(folder_of, name):
+    rows = group_rows()[:-1]
+    model = load(folder_of(name))
+    choose_layout(model, "auto")
+    (model(token_batch(rows, layout=model.layout)) * torch.cat(coefficients(rows))).sum().backward()
+    assert_equal(gradient_of(model.causal_lm), plain_gradient(folder_of(name), rows))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_whose_completions_see_each_other_is_found_out(folder_of, dtype, monkeypatch):
     model = load(folder_of("llama"), dtype)

@@ -42,6 +42,8 @@ CASES = [(name, REQUIRED.get(name, {})) for name in objective_names()] + [
 class Bigrams(nn.Module):
     """Log-prob of a token given the one before it."""
 
+    entropies = None
+
     def __init__(self) -> None:
         super().__init__()
         table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
