@@ -95,6 +95,11 @@ def _load(items: Sequence[PackItem], layout: Layout, unit: Sequence[int] = ()) -
     return load
 
 
+def computed_tokens(items: Sequence[PackItem], members: Sequence[int], layout: Layout) -> int:
+    """Positions that a micro-batch of ``members`` computes, padding included."""
+    return _load(items, layout, members).tokens
+
+
 def pack_rows(
     items: Sequence[PackItem], budget_tokens: int, keep_groups: bool = False, layout: Layout = "padded"
 ) -> list[list[int]]:

@@ -27,6 +27,8 @@ from system.recipe.settings import Recipe
 
 PROMPTS_TRIED = 1000
 """Prompts of the first step that the check makes, so that a broken row shows before anything starts."""
+PROMPTS_MEASURED = 64
+"""Of the first steps, where a step has fewer: the plan says what learning from them computes."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,11 @@ def check_recipe(recipe: Recipe, *, assume_gpus: int | None = None, local: bool 
     check_rewards(recipe.rewards, [str(source.name) for source in recipe.data])
     prompts = PromptStreamFactory(recipe.data, recipe.model.path, recipe.run.seed, longest)
     stream = prompts()
-    for position in range(min(recipe.stream.groups_per_step, PROMPTS_TRIED)):
-        stream.prompt(position)
+    groups = recipe.stream.groups_per_step
+    tried = min(max(groups, min(PROMPTS_MEASURED, recipe.run.steps * groups)), PROMPTS_TRIED)
+    lengths = [len(stream.prompt(position).tokens) for position in range(tried)]
     pairs = offline_pairs(recipe, objective, model)
-    lines = plan_lines(recipe, model, objective, placement, stream.summary(), longest)
+    lines = plan_lines(recipe, model, objective, placement, stream.summary(), longest, lengths)
     if pairs is not None:
         lines.append(PlanLine("offline pairs per step", f"{pairs.pairs_per_step} of {pairs.file}"))
     return Plan(

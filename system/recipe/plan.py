@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from learner.memory import ELEMENT_BYTES, RankMemory, activation_bytes
+from learner.memory import ELEMENT_BYTES, MicroBatch, RankMemory, activation_bytes
+from learner.packing import Layout
+from learner.step_work import UpdateWork, mean_work, prompt_share, update_work
 from system.prompts.stream import SourceSummary
 from system.recipe.model_facts import ModelFacts
 from system.recipe.placement import LEARNER, Placement, RolePlacement, largest_micro_batch
 from system.recipe.settings import Recipe
+
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+MOST_UPDATES = 8
+"""Updates over which the expected work is averaged."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +34,14 @@ def plan_lines(
     placement: Placement,
     sources: list[SourceSummary],
     longest_prompt_tokens: int | None,
+    prompt_tokens: Sequence[int],
 ) -> list[PlanLine]:
     """The plan, in the order in which data flows.
 
     Args:
         objective: as ``learner.objectives.build_objective`` made it.
         longest_prompt_tokens: what the model's context leaves for a prompt.
+        prompt_tokens: lengths of the run's first prompts, a step's or more.
     """
     pairs = [
         *_run_lines(recipe, model, sources),
@@ -41,7 +50,7 @@ def plan_lines(
         *_step_lines(recipe, sources, longest_prompt_tokens),
         ("groups without signal", _WITHOUT_SIGNAL[objective.settings.zero_variance]),
         ("weight sync", _sync_line(recipe, model, placement)),
-        *(line for role in placement.roles for line in _role_lines(recipe, model, placement, role)),
+        *(line for role in placement.roles for line in _role_lines(recipe, model, placement, role, prompt_tokens)),
         *_total_lines(placement),
     ]
     return [PlanLine(label, value) for label, value in pairs]
@@ -131,12 +140,12 @@ def _sync_line(recipe: Recipe, model: ModelFacts, placement: Placement) -> str:
     return f"{line}; {weights / 1e6:,.1f} MB in about {buckets} buckets"
 
 
-def _learner_lines(recipe: Recipe, model: ModelFacts, placement: Placement) -> list[tuple[str, str]]:
-    """What a learner rank trains and holds, by cause; what a layout of rows saves belongs here, too."""
+def _learner_lines(
+    recipe: Recipe, model: ModelFacts, placement: Placement, prompt_tokens: Sequence[int]
+) -> list[tuple[str, str]]:
+    """What a learner rank trains, computes and holds, by cause."""
     batch, memory = largest_micro_batch(recipe, model), placement.learner_memory
-    lines = [
-        ("  micro-batch", f"at most {batch.tokens:,} tokens, padding included, rows of at most {batch.row_tokens:,}"),
-    ]
+    lines = _work_lines(recipe, batch, prompt_tokens)
     if memory is None:
         return lines
     count = model.shape.parameters
@@ -153,6 +162,41 @@ def _learner_lines(recipe: Recipe, model: ModelFacts, placement: Placement) -> l
         ),
         ("  logits", f"{_gigabytes(memory.logits_bytes)} at a time; their gradient takes their place"),
     ]
+
+
+def _work_lines(recipe: Recipe, batch: MicroBatch, prompt_tokens: Sequence[int]) -> list[tuple[str, str]]:
+    """How an update over the data's own prompts is cut, and what it saves to compute each prompt once."""
+    learner, longest = recipe.learner, recipe.rollout.max_tokens
+    work = {layout: expected_work(recipe, prompt_tokens, layout) for layout in LAYOUTS}
+    chosen = work["padded" if learner.layout == "padded" else "shared_prefix"]
+    saved = 1.0 - work["shared_prefix"].tokens / work["padded"].tokens
+    unused = "; not used, since learner.layout is padded" if learner.layout == "padded" else ""
+    return [
+        (
+            "  micro-batch",
+            f"at most {batch.tokens:,} tokens, padding included, rows of at most {batch.row_tokens:,}; with this data "
+            f"about {chosen.microbatches:.3g} for a rank's update, of {chosen.microbatch_tokens:,.0f} tokens",
+        ),
+        (
+            "  shared prefixes",
+            f"an update computes {work['padded'].tokens:,.0f} tokens padded, {work['shared_prefix'].tokens:,.0f} with "
+            f"each prompt once: {saved:.0%} fewer{unused}. Of the first {len(prompt_tokens)} prompts, with completions "
+            f"of {longest:,} tokens, the longest allowed; prompts are {prompt_share(prompt_tokens, longest):.0%} of "
+            "the rows then, and more with shorter completions",
+        ),
+    ]
+
+
+def expected_work(recipe: Recipe, prompt_tokens: Sequence[int], layout: Layout) -> UpdateWork:
+    """Mean over the optimiser updates that these prompts fill, with completions as long as allowed."""
+    learner, rollout = recipe.learner, recipe.rollout
+    groups = recipe.stream.groups_per_step // learner.minibatches_per_step
+    starts = range(0, max(1, min(len(prompt_tokens) - groups + 1, MOST_UPDATES * groups)), groups)
+    limits = rollout.group_size, rollout.max_tokens, learner.workers, learner.tokens_per_microbatch
+    works = [update_work(prompt_tokens[start : start + groups], *limits, layout) for start in starts]
+    scale = groups / len(prompt_tokens) if len(prompt_tokens) < groups else 1.0
+    mean = mean_work(works)
+    return UpdateWork(mean.tokens * scale, mean.microbatches * scale, mean.microbatch_tokens)
 
 
 def _causes(memory: RankMemory) -> list[tuple[str, str]]:
@@ -176,9 +220,11 @@ def _gigabytes(count: int) -> str:
     return f"{count / 1e9:.2f} GB"
 
 
-def _role_lines(recipe: Recipe, model: ModelFacts, placement: Placement, role: RolePlacement) -> list[tuple[str, str]]:
+def _role_lines(
+    recipe: Recipe, model: ModelFacts, placement: Placement, role: RolePlacement, prompt_tokens: Sequence[int]
+) -> list[tuple[str, str]]:
     lines = [(role.role, _role_line(role))]
-    return lines + _learner_lines(recipe, model, placement) if role.role == LEARNER else lines
+    return lines + _learner_lines(recipe, model, placement, prompt_tokens) if role.role == LEARNER else lines
 
 
 def _role_line(role: RolePlacement) -> str:

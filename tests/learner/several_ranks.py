@@ -27,7 +27,8 @@ def plan(folder: Path, run: str, out: Path, size: int) -> LearnerPlan:
     zero = 1 if run == "coupled" else int(run)
     settings = LearnerSettings(
         learning_rate=1e-2, epsilon=1e-2, threads=1, zero=zero, workers=size, tokens_per_microbatch=40,
-        epochs_per_step=2, minibatches_per_step=2, entropy=True, collective_timeout_s=300.0, checkpoint_deadline_s=300.0,
+        epochs_per_step=2, minibatches_per_step=2, collective_timeout_s=300.0, checkpoint_deadline_s=300.0,
+        entropy=True,
     )  # fmt: skip
     return LearnerPlan(ModelSettings(path=str(folder), dtype="float32"), settings, objective)
 
