@@ -102,13 +102,22 @@ def gradient_of(model: torch.nn.Module) -> Gradient:
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
+def gap_between(ours: Gradient, theirs: Gradient) -> float:
+    """Norm of the difference over the norm of ``theirs``."""
+    assert ours.keys() == theirs.keys()
+    gaps, norms = (
+        torch.stack([gradient.norm() for gradient in gradients])
+        for gradients in ([ours[name] - theirs[name] for name in theirs], theirs.values())
+    )
+    return float(gaps.norm() / norms.norm())
+
+
 def assert_equal(ours: Gradient, theirs: Gradient, relative: float = 1e-5) -> None:
     """Within ``relative`` of the whole gradient's norm, and of each weight's with some room for its rounding."""
-    assert ours.keys() == theirs.keys()
+    assert gap_between(ours, theirs) <= relative
     whole = torch.stack([gradient.norm() for gradient in theirs.values()]).norm()
-    gaps = {name: (ours[name] - theirs[name]).norm() for name in theirs}
-    assert float(torch.stack(list(gaps.values())).norm() / whole) <= relative
-    for name, gap in gaps.items():
+    for name in theirs:
+        gap = (ours[name] - theirs[name]).norm()
         assert float(gap) <= 10 * relative * float(theirs[name].norm()) + relative * float(whole) / 10, name
 
 
