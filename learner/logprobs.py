@@ -67,6 +67,14 @@ class LogprobModel(nn.Module):
         body = causal_lm.base_model
         return getattr(causal_lm, "model", body) if body is causal_lm else body  # Llama-4 says another name than this
 
+    @property
+    def keys_per_token(self) -> float:
+        """As many keys cost a query as much as all the rest of a token's way through a layer.
+
+        In multiplications: 2 for each key and unit of width, and 12 times the width squared for a Llama's matrices.
+        """
+        return 6.0 * self.causal_lm.config.get_text_config().hidden_size
+
     def _hidden(self, batch: TokenBatch) -> Tensor:
         """The body's last hidden states, [rows, L, width]."""
         body = self.body

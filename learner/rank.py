@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -57,6 +57,16 @@ class LearnerPlan:
     """The run's sampling temperature."""
     total_updates: int | None = None
     """Optimiser updates of the whole run; a falling schedule needs it."""
+
+
+class RankFacts(NamedTuple):
+    """What a rank knows once it has its model."""
+
+    layout: Layout
+    """How rows are laid out; the same on all ranks."""
+    layout_reason: str
+    keys_per_token: float
+    """See ``learner.packing.spread_over_ranks``."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +141,9 @@ class LearnerRank:
         return self._meeting_point.meeting
 
     @_explaining_memory
-    def setup(self, meeting: Meeting | None = None) -> tuple[Layout, str]:
+    def setup(self, meeting: Meeting | None = None) -> RankFacts:
         """Loads the model and builds the optimiser; collective.
 
-        Returns:
-            How rows are laid out, and why; the layout is the same on all ranks.
         Raises:
             OutOfMemory: for what the model and its optimiser need.
             ConfigError: model or objective cannot be, or not the layout asked for.
@@ -164,7 +172,7 @@ class LearnerRank:
         self.runner = StepRunner(self.engine, objective, self.world, settings.tokens_per_microbatch, self.model.layout)
         self.runner.doing = self.doing
         self.weights = PolicyWeights(causal_lm, self.engine.whole, keep_copies=settings.zero == 3)
-        return self.model.layout, self.model.layout_reason
+        return RankFacts(self.model.layout, self.model.layout_reason, self.model.keys_per_token)
 
     @_explaining_memory
     def step(self, groups: Sequence[Group], step: int, version: int) -> StepReport:

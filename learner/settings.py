@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from system.core.settings import Settings
 
@@ -15,6 +15,8 @@ Optimizer = Literal["adamw", "adamw_8bit"]
 
 class LearnerSettings(Settings):
     """How the policy is trained: how many ranks, how their memory is cut, and the optimiser."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     workers: int = Field(default=1, ge=1)
     """Learner ranks, one process (and one GPU, where there are any) each."""
@@ -43,7 +45,9 @@ class LearnerSettings(Settings):
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Decoupled weight decay of matrices; biases and norms have none."""
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Share of its first moment that AdamW keeps at an update."""
     beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
+    """The same of its second moment."""
     epsilon: float = Field(default=1e-8, gt=0.0)
     """AdamW's epsilon."""
     gradient_clip: float = Field(default=1.0, ge=0.0)
@@ -87,7 +91,10 @@ class LearnerSettings(Settings):
 class ReferenceSettings(Settings):
     """The frozen model whose log-probs anchor the policy."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     workers: int = Field(default=1, ge=1)
+    """Workers that share the requests, one process (and one GPU, where there are any) each."""
     path: str | None = Field(default=None, min_length=1)
     """Model that the policy is compared with, or taught by: a folder or a hub id, with the policy's tokenizer. Null:
     the policy's own model at its start."""
@@ -100,5 +107,6 @@ class ReferenceSettings(Settings):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; null leaves torch's choice."""
     start_deadline_s: float = Field(default=300.0, gt=0.0)
+    """Longest time from creating the workers to the loaded model on all of them."""
     deadline_s: float = Field(default=120.0, gt=0.0)
     """Longest time from a request to its answer, waiting for the batch included."""

@@ -1,7 +1,7 @@
 """What an update over given prompts will compute in either layout, before anything is sampled. Pure arithmetic.
 
-Prompts are real ones, completions are taken to have the same length; the spreading and packing are those of the
-learner itself. Of a large update a part is packed and the rest is taken to be like it.
+Prompts are real ones, completions are taken to have the same length; the packing is that of the learner itself, ranks
+are weighed by tokens alone. Of a large update a part is packed and the rest is taken to be like it.
 """
 
 from __future__ import annotations
