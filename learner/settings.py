@@ -101,7 +101,7 @@ class ReferenceSettings(Settings):
     batch_tokens: int = Field(default=8192, ge=1)
     """Most tokens, padding included, in one forward pass."""
     layout: LayoutSetting = "auto"
-    """As ``learner.layout``."""
+    """As learner.layout."""
     collect_s: float = Field(default=0.005, ge=0.0)
     """How long the worker waits for further requests before it runs a batch."""
     threads: int | None = Field(default=None, ge=1)
