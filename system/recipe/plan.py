@@ -27,6 +27,14 @@ class PlanLine:
     value: str
 
 
+@dataclass(frozen=True)
+class _Data:
+    """What a learner will meet."""
+
+    prompt_tokens: Sequence[int]
+    why_padded: str | None
+
+
 def plan_lines(
     recipe: Recipe,
     model: ModelFacts,
@@ -35,6 +43,7 @@ def plan_lines(
     sources: list[SourceSummary],
     longest_prompt_tokens: int | None,
     prompt_tokens: Sequence[int],
+    why_padded: str | None,
 ) -> list[PlanLine]:
     """The plan, in the order in which data flows.
 
@@ -42,15 +51,17 @@ def plan_lines(
         objective: as ``learner.objectives.build_objective`` made it.
         longest_prompt_tokens: what the model's context leaves for a prompt.
         prompt_tokens: lengths of the run's first prompts, a step's or more.
+        why_padded: why rows will be padded, where that is known (``learner.layout_choice.why_padded``).
     """
+    data = _Data(prompt_tokens, why_padded)
     pairs = [
         *_run_lines(recipe, model, sources),
         ("objective", objective.name),
         *((f"  {key}", _written(value)) for key, value in objective.settings.model_dump().items()),
-        *_step_lines(recipe, sources, longest_prompt_tokens),
+        *_step_lines(recipe, sources, longest_prompt_tokens, why_padded),
         ("groups without signal", _WITHOUT_SIGNAL[objective.settings.zero_variance]),
         ("weight sync", _sync_line(recipe, model, placement)),
-        *(line for role in placement.roles for line in _role_lines(recipe, model, placement, role, prompt_tokens)),
+        *(line for role in placement.roles for line in _role_lines(recipe, model, placement, role, data)),
         *_total_lines(placement),
     ]
     return [PlanLine(label, value) for label, value in pairs]
@@ -94,7 +105,9 @@ def _run_lines(recipe: Recipe, model: ModelFacts, sources: list[SourceSummary]) 
     ]
 
 
-def _step_lines(recipe: Recipe, sources: list[SourceSummary], longest: int | None) -> list[tuple[str, str]]:
+def _step_lines(
+    recipe: Recipe, sources: list[SourceSummary], longest: int | None, why_padded: str | None
+) -> list[tuple[str, str]]:
     stream, rollout, learner = recipe.stream, recipe.rollout, recipe.learner
     groups, size = stream.groups_per_step, rollout.group_size
     completions = groups * size
@@ -115,7 +128,12 @@ def _step_lines(recipe: Recipe, sources: list[SourceSummary], longest: int | Non
         ("generated per step", f"at most {completions * rollout.max_tokens:,} tokens ({rollout.max_tokens} each)"),
         ("learned per step", learned),
         ("optimiser updates per step", f"{learner.epochs_per_step * learner.minibatches_per_step} ({passes})"),
-        ("row layout", f"{learner.layout}: {_LAYOUTS[learner.layout]}"),
+        (
+            "row layout",
+            f"padded: {why_padded}"
+            if learner.layout == "auto" and why_padded
+            else f"{learner.layout}: {_LAYOUTS[learner.layout]}",
+        ),
         ("prompts in the run", f"{steps * groups:,} prompts, {steps * completions:,} completions"),
         ("longest prompt", longest_prompt),
         (
@@ -140,12 +158,10 @@ def _sync_line(recipe: Recipe, model: ModelFacts, placement: Placement) -> str:
     return f"{line}; {weights / 1e6:,.1f} MB in about {buckets} buckets"
 
 
-def _learner_lines(
-    recipe: Recipe, model: ModelFacts, placement: Placement, prompt_tokens: Sequence[int]
-) -> list[tuple[str, str]]:
+def _learner_lines(recipe: Recipe, model: ModelFacts, placement: Placement, data: _Data) -> list[tuple[str, str]]:
     """What a learner rank trains, computes and holds, by cause."""
     batch, memory = largest_micro_batch(recipe, model), placement.learner_memory
-    lines = _work_lines(recipe, batch, prompt_tokens)
+    lines = _work_lines(recipe, batch, data)
     if memory is None:
         return lines
     count = model.shape.parameters
@@ -164,13 +180,13 @@ def _learner_lines(
     ]
 
 
-def _work_lines(recipe: Recipe, batch: MicroBatch, prompt_tokens: Sequence[int]) -> list[tuple[str, str]]:
+def _work_lines(recipe: Recipe, batch: MicroBatch, data: _Data) -> list[tuple[str, str]]:
     """How an update over the data's own prompts is cut, and what it saves to compute each prompt once."""
-    learner, longest = recipe.learner, recipe.rollout.max_tokens
-    work = {layout: expected_work(recipe, prompt_tokens, layout) for layout in LAYOUTS}
-    chosen = work["padded" if learner.layout == "padded" else "shared_prefix"]
+    prompts, longest = data.prompt_tokens, recipe.rollout.max_tokens
+    work = {layout: expected_work(recipe, prompts, layout) for layout in LAYOUTS}
+    chosen = work["padded" if data.why_padded else "shared_prefix"]
     saved = 1.0 - work["shared_prefix"].tokens / work["padded"].tokens
-    unused = "; not used, since learner.layout is padded" if learner.layout == "padded" else ""
+    unused = f" (not used: {data.why_padded})" if data.why_padded else ""
     return [
         (
             "  micro-batch",
@@ -180,8 +196,8 @@ def _work_lines(recipe: Recipe, batch: MicroBatch, prompt_tokens: Sequence[int])
         (
             "  shared prefixes",
             f"an update computes {work['padded'].tokens:,.0f} tokens padded, {work['shared_prefix'].tokens:,.0f} with "
-            f"each prompt once: {saved:.0%} fewer{unused}. Of the first {len(prompt_tokens)} prompts, with completions "
-            f"of {longest:,} tokens, the longest allowed; prompts are {prompt_share(prompt_tokens, longest):.0%} of "
+            f"each prompt once: {saved:.0%} fewer{unused}. Of the first {len(prompts)} prompts, with completions "
+            f"of {longest:,} tokens, the longest allowed; prompts are {prompt_share(prompts, longest):.0%} of "
             "the rows then, and more with shorter completions",
         ),
     ]
@@ -221,10 +237,10 @@ def _gigabytes(count: int) -> str:
 
 
 def _role_lines(
-    recipe: Recipe, model: ModelFacts, placement: Placement, role: RolePlacement, prompt_tokens: Sequence[int]
+    recipe: Recipe, model: ModelFacts, placement: Placement, role: RolePlacement, data: _Data
 ) -> list[tuple[str, str]]:
     lines = [(role.role, _role_line(role))]
-    return lines + _learner_lines(recipe, model, placement, prompt_tokens) if role.role == LEARNER else lines
+    return lines + _learner_lines(recipe, model, placement, data) if role.role == LEARNER else lines
 
 
 def _role_line(role: RolePlacement) -> str:

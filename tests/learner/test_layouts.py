@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from learner import logprobs, prefix_layout
-from learner.layout_choice import choose_layout
+from learner.layout_choice import choose_layout, why_padded
 from learner.logprobs import LogprobModel, completion_logprobs
 from learner.model import load_causal_lm
 from learner.packing import Layout
@@ -176,7 +176,10 @@ def test_the_layout_is_chosen_by_trying_and_the_reason_is_said(folder_of, name):
     assert model.layout == ("padded" if name in PADDED else "shared_prefix"), model.layout_reason
     assert model.dense_mask == (name in DENSE)
     assert model.layout_reason
+    assert why_padded(str(folder_of(name)), "auto") in (None, model.layout_reason)
+    assert why_padded(str(folder_of(name)), "padded", "reference.layout") == "reference.layout is padded"
     if name in PADDED:
+        assert why_padded(str(folder_of(name)), "auto") is not None or name == "gpt_oss"
         with pytest.raises(ConfigError, match=r"learner\.layout: shared_prefix is not possible"):
             choose_layout(model, "shared_prefix")
     choose_layout(model, "padded", "reference.layout")

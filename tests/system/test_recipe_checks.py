@@ -15,6 +15,7 @@ from system.core.errors import ConfigError, DataError
 from system.recipe import check_recipe, load_recipe, print_plan
 from system.recipe.model_facts import read_model
 from system.recipe.placement import Machine, _ranges, largest_micro_batch, place
+from tests.learner.model_families import save_family
 from tests.tiny_models import save_tiny_llama
 
 RECIPE = """
@@ -282,8 +283,21 @@ def test_the_plan_says_what_shared_prefixes_save_on_this_data(check):
 
 
 def test_the_plan_says_that_shared_prefixes_are_not_used(check):
-    line = next(line.value for line in check("learner.layout=padded").lines if line.label == "  shared prefixes")
-    assert "; not used, since learner.layout is padded. Of the first 60 prompts" in line
+    lines = {line.label: line.value for line in check("learner.layout=padded").lines}
+    assert " fewer (not used: learner.layout is padded). Of the first 60 prompts" in lines["  shared prefixes"]
+    assert lines["row layout"].startswith("padded: every completion")
+
+
+def test_a_model_that_cannot_share_prompts_is_known_before_it_is_loaded(folder, check, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    save_family("mamba", tmp_path / "model")
+    plan = {line.label: line.value for line in check(f"model.path={tmp_path / 'model'}").lines}
+    assert plan["row layout"] == "padded: models of type 'mamba' have layers of kind linear_attention"
+    assert "(not used: models of type 'mamba' have layers" in plan["  shared prefixes"]
+    for key in ("learner", "reference"):
+        overrides = [f"model.path={tmp_path / 'model'}", f"{key}.layout=shared_prefix", "objective.kl_coefficient=0.1"]
+        with pytest.raises(ConfigError, match=rf"{key}\.layout: shared_prefix is not possible for this model"):
+            check(*overrides)
 
 
 def test_the_largest_micro_batch_is_one_ranks_rows_or_the_budget_or_one_row(folder):
