@@ -43,6 +43,7 @@ format: venv
 
 docs: venv
 	$(RUN)/python -m tools.objectives_page
+	$(RUN)/python -m tools.learner_page
 
 bench: venv
 	@for script in benchmarks/bench_*.py benchmarks/objectives.py benchmarks/learner.py benchmarks/loop.py; do \

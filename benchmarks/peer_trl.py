@@ -46,7 +46,7 @@ rewards: [{{name: answer, use: exact_last_integer}}]
 stream: {{groups_per_step: {groups}, max_staleness: 0}}
 objective: {{name: grpo, kl_coefficient: 0.04}}
 learner: {{learning_rate: 1.0e-5}}
-placement: {{threads: {{learner: {threads}, reference: {threads}}}}}
+placement: {{threads: {{engine: "{cores}", learner: {threads}, reference: {threads}}}}}
 log: {{tensorboard: false}}
 """
 
@@ -71,7 +71,8 @@ def triptych_block(prompts: Path, steps: int, threads: int) -> list[Step]:
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "peer.yaml"
         sizes = {"groups": GROUPS_PER_STEP, "group_size": GROUP_SIZE, "max_tokens": MAX_TOKENS, "threads": threads}
-        recipe.write_text(RECIPE.format(folder=folder, model=MODEL, prompts=prompts, steps=steps, **sizes))
+        cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
+        recipe.write_text(RECIPE.format(folder=folder, model=MODEL, prompts=prompts, steps=steps, cores=cores, **sizes))
         run([sys.executable, "-m", "system.cli", "train", str(recipe)])
         return json_lines((Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8"))
 
@@ -131,7 +132,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=3, help="of each system")
     parser.add_argument("--steps", type=int, default=6, help="counted steps of a block")
     parser.add_argument("--warmup", type=int, default=2, help="steps of a block that are not counted")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each of their parts")
     arguments = parser.parse_args()
     if not MODEL.exists():
         run([sys.executable, "-m", "system.cli", "model", "import", "smollm2", str(MODEL)])

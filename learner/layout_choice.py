@@ -1,7 +1,8 @@
 """Whether a model computes packed rows: asked of the model itself, on a few tokens.
 
 A model that carries state from token to token, or whose attention sees what it should not, gets padded rows instead;
-the model then says why (``LogprobModel.layout_reason``). Call it before weights are spread over ranks.
+the model then says why (``LogprobModel.layout_reason``). Call it before weights are spread over ranks. Some of it a
+model's configuration says before anything is loaded (``why_padded``).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def choose_layout(model: LogprobModel, wanted: LayoutSetting, key: str = "learne
         _set(model, "padded", f"{key} is padded")
         return
     config: Any = model.causal_lm.config
-    obstacle = _obstacle(config, model.causal_lm)
+    obstacle = _obstacle(config, type(model.causal_lm), type(model.body))
     dense_mask = config.get_text_config()._attn_implementation != ATTENTION
     if obstacle is None and dense_mask and _has_windows(config):
         obstacle = "its attention is its own, with windows that one mask for all layers does not give"
@@ -50,24 +51,57 @@ def choose_layout(model: LogprobModel, wanted: LayoutSetting, key: str = "learne
             _set(model, "shared_prefix", f"packed and padded log-probs agree{how}", dense_mask)
             return
     if wanted == "shared_prefix":
-        raise ConfigError(f"{key}: shared_prefix is not possible for this model: {obstacle}; set it to auto or padded")
+        raise _impossible(key, obstacle)
     _set(model, "padded", obstacle)
+
+
+def why_padded(path: str, wanted: LayoutSetting, key: str = "learner.layout") -> str | None:
+    """Why rows will be padded, as far as the configuration of the model at ``path`` says; None: it does not say so.
+
+    Raises:
+        ConfigError: ``shared_prefix`` is wanted and the model cannot.
+    """
+    if wanted == "padded":
+        return f"{key} is padded"
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError):  # whoever loads the model says what is wrong
+        return None
+    classes = [known.get(type(config), None) for known in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)]
+    obstacle = _obstacle(config, *classes)
+    if obstacle is not None and wanted == "shared_prefix":
+        raise _impossible(key, obstacle)
+    return obstacle
+
+
+def _impossible(key: str, obstacle: str) -> ConfigError:
+    return ConfigError(f"{key}: shared_prefix is not possible for this model: {obstacle}; set it to auto or padded")
 
 
 def _set(model: LogprobModel, layout: Layout, reason: str, dense_mask: bool = False) -> None:
     model.layout, model.layout_reason, model.dense_mask = layout, reason, dense_mask
 
 
-def _obstacle(config: Any, causal_lm: Any) -> str | None:
-    """What can be said against packed rows without trying them."""
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+def _obstacle(config: Any, causal_lm: type | None, body: type | None) -> str | None:
+    """What can be said against packed rows without trying them (on few tokens, where some of it would not show).
+
+    Args:
+        causal_lm: class of the model; None: not known.
+        body: class of the part that gives hidden states.
+    """
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
     unknown = sorted(kinds - KNOWN_LAYERS)
     if unknown:
         return f"models of type '{config.model_type}' have layers of kind {', '.join(unknown)}"
     if getattr(causal_lm, "_is_stateful", False):
         return f"models of type '{config.model_type}' carry a state from token to token"
-    if "position_ids" not in inspect.signature(causal_lm.base_model.forward).parameters:
+    if body is not None and "position_ids" not in inspect.signature(body.forward).parameters:  # type: ignore[attr-defined]
         return f"models of type '{config.model_type}' do not take the positions of tokens"
+    if getattr(text, "attn_temperature_tuning", False):
+        return f"models of type '{config.model_type}' scale attention by a token's place in the row, not its position"
     return None
 
 

@@ -3,7 +3,7 @@
 The model's body runs over a ``TokenBatch``; the head runs only where a wanted token is predicted, and the softmax is
 taken in float32 over ``logits / temperature``, piece by piece, so that no float32 array of [tokens, vocabulary] ever
 exists. Logits are kept for the backward pass up to a fixed size and computed again beyond it, so memory does not grow
-with tokens x vocabulary.
+with tokens x vocabulary. The entropy of the predictions is taken from the same pieces where it is wanted.
 """
 
 from __future__ import annotations
@@ -46,17 +46,38 @@ class LogprobModel(nn.Module):
         self.layout_reason = "not tried"
         self.dense_mask = False
         """Whether packed rows come with a mask of all tokens by all tokens, for attention that is not ours."""
+        self.with_entropy = False
+        """Whether a forward pass with gradient also gives ``entropies``."""
+        self.entropies: Tensor | None = None
+        """[N] float32 nats, of the last forward pass: of the distribution that each wanted token was predicted by, at
+        the temperature of its log-prob. Without gradient; None where that was not wanted."""
         self._logit_scale, self._logit_cap = _head_conventions(causal_lm)
 
     def forward(self, batch: TokenBatch, temperature: float | None = None) -> Tensor:
         """[N] float32 log-probs of the batch's wanted tokens, at the run's temperature unless another is given."""
         temperature = self.temperature if temperature is None else temperature
         wanted = self._hidden(batch).flatten(0, 1)[batch.source]
-        return self._head_logprobs(wanted, batch.target, temperature)
+        logprobs, self.entropies = self._head(wanted, batch.target, temperature)
+        return logprobs
+
+    @property
+    def body(self) -> Any:
+        """The part of the model that gives hidden states."""
+        causal_lm: Any = self.causal_lm
+        body = causal_lm.base_model
+        return getattr(causal_lm, "model", body) if body is causal_lm else body  # Llama-4 says another name than this
+
+    @property
+    def keys_per_token(self) -> float:
+        """As many keys cost a query as much as all the rest of a token's way through a layer.
+
+        In multiplications: 2 for each key and unit of width, and 12 times the width squared for a Llama's matrices.
+        """
+        return 6.0 * self.causal_lm.config.get_text_config().hidden_size
 
     def _hidden(self, batch: TokenBatch) -> Tensor:
         """The body's last hidden states, [rows, L, width]."""
-        body: Any = self.causal_lm.base_model
+        body = self.body
         if batch.packed is None:
             return body(input_ids=batch.tokens, use_cache=False).last_hidden_state
         arguments = {"input_ids": batch.tokens, "position_ids": batch.position_ids, "use_cache": False}
@@ -76,9 +97,12 @@ class LogprobModel(nn.Module):
             logits = torch.tanh(logits / self._logit_cap) * self._logit_cap
         return logits
 
-    def _head_logprobs(self, hidden: Tensor, target: Tensor, temperature: float) -> Tensor:
-        def piece(states: Tensor, tokens: Tensor) -> Tensor:
-            return _TokenLogprobs.apply(self.logits(states), tokens, temperature)
+    def _head(self, hidden: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
+        """Log-probs of ``target``, and entropies where they are wanted."""
+        with_entropy = self.with_entropy and torch.is_grad_enabled()
+
+        def piece(states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+            return _TokenLogprobs.apply(self.logits(states), tokens, temperature, with_entropy)
 
         vocabulary: int = self.causal_lm.config.get_text_config().vocab_size
         most_bytes = LOGITS_BYTES.get(hidden.device.type, LOGITS_BYTES["cpu"])
@@ -87,11 +111,11 @@ class LogprobModel(nn.Module):
             return piece(hidden, target)
         if not torch.is_grad_enabled():
             pieces = zip(hidden.split(most), target.split(most), strict=True)
-            return torch.cat([piece(states, tokens) for states, tokens in pieces])
+            return _joined([piece(states, tokens) for states, tokens in pieces])
         half = max(1, most // 2)
         kept, *others = zip(hidden.split(half), target.split(half), strict=True)
         again = [checkpoint(piece, states, tokens, use_reentrant=False) for states, tokens in others]
-        return torch.cat([piece(*kept), *again])
+        return _joined([piece(*kept), *again])
 
     def check_head(self) -> None:
         """Holds this module's logits against the model's own on a few tokens.
@@ -100,13 +124,14 @@ class LogprobModel(nn.Module):
             ConfigError: the model family treats its logits in a way that is not known here.
         """
         device = next(self.causal_lm.parameters()).device
+        family = self.causal_lm.config.model_type
+        if self.body is self.causal_lm:
+            raise ConfigError(f"model.path: models of type '{family}' have no part that gives hidden states alone")
         tokens = torch.arange(4, device=device)[None]
         with torch.no_grad():
             own = self.causal_lm(input_ids=tokens, use_cache=False).logits[0].float()
-            body: Any = self.causal_lm.base_model
-            ours = self.logits(body(input_ids=tokens, use_cache=False).last_hidden_state[0]).float()
+            ours = self.logits(self.body(input_ids=tokens, use_cache=False).last_hidden_state[0]).float()
         if not torch.allclose(own, ours, rtol=1e-2, atol=1e-3 * float(own.abs().max())):
-            family = self.causal_lm.config.model_type
             raise ConfigError(
                 f"model.path: models of type '{family}' change their logits after the head in an unknown way"
             )
@@ -128,29 +153,43 @@ def completion_logprobs(
     return answers
 
 
+def _joined(pieces: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    entropies = [entropy for _, entropy in pieces if entropy is not None]
+    return torch.cat([logprobs for logprobs, _ in pieces]), torch.cat(entropies) if entropies else None
+
+
 class _TokenLogprobs(torch.autograd.Function):
-    """log_softmax(logits / temperature)[target] in float32, keeping logits in their own dtype.
+    """log_softmax(logits / temperature)[target] in float32, keeping logits in their own dtype; and its entropy.
 
     The gradient is written over the logits, so that there is one array of their size and not two; nobody else may use
-    them, and the backward pass runs once (autograd refuses the second).
+    them, and the backward pass runs once (autograd refuses the second). The entropy has no gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, temperature: float) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         accurate = torch.promote_types(logits.dtype, torch.float32)
         normaliser = logits.new_empty(len(target), dtype=accurate)
         logprobs = torch.empty_like(normaliser)
+        entropy = torch.empty_like(normaliser) if with_entropy else None
         for part in _parts(logits):
             scaled = logits[part].to(accurate, copy=True).div_(temperature)
             wanted = target[part, None]
-            logprobs[part] = torch.log_softmax(scaled, dim=-1).gather(1, wanted)[:, 0]
+            every = torch.log_softmax(scaled, dim=-1)
+            logprobs[part] = every.gather(1, wanted)[:, 0]
             normaliser[part] = scaled.gather(1, wanted)[:, 0] - logprobs[part]
+            if entropy is not None:
+                every.clamp_(min=torch.finfo(accurate).min)  # a token of probability 0 adds 0
+                entropy[part] = -torch.linalg.vecdot(torch.exp(every, out=scaled), every)
         ctx.save_for_backward(logits, target, normaliser)
         ctx.temperature = temperature
-        return logprobs
+        if entropy is not None:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None, None, None]:
         logits, target, normaliser = ctx.saved_tensors
         weight = outputs[0] / ctx.temperature
         for part in _parts(logits):
@@ -158,7 +197,7 @@ class _TokenLogprobs(torch.autograd.Function):
             local.sub_(normaliser[part, None]).exp_().mul_(-weight[part, None])
             local.scatter_add_(1, target[part, None], weight[part, None])
             logits[part] = local.to(logits.dtype)
-        return logits, None, None
+        return logits, None, None, None
 
 
 def _parts(logits: Tensor) -> list[slice]:

@@ -8,7 +8,7 @@ padded rows, rows x longest row; with shared prefixes, each distinct prompt once
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 Layout = Literal["shared_prefix", "padded"]
@@ -68,24 +68,42 @@ class _ExactLoad:
 
     items: Sequence[PackItem]
     shared: bool
+    keys_per_token: float | None = None
     members: list[int] = field(default_factory=list)
     tokens: int = 0
+    pairs: int = 0
+    """Of a query and a key that it sees."""
     prefixes: set[Hashable] = field(default_factory=set)
 
+    @property
+    def cost(self) -> float:
+        return self._cost(self.tokens, self.pairs)
+
+    def cost_with(self, unit: Sequence[int]) -> float:
+        return self._cost(*self._sizes_with(unit))
+
     def tokens_with(self, unit: Sequence[int]) -> int:
-        tokens, found = self.tokens, set()
+        return self._sizes_with(unit)[0]
+
+    def add(self, unit: Sequence[int]) -> None:
+        self.tokens, self.pairs = self._sizes_with(unit)
+        self.members.extend(unit)
+        self.prefixes.update(self.items[index].prefix for index in unit)
+
+    def _sizes_with(self, unit: Sequence[int]) -> tuple[int, int]:
+        tokens, pairs, found = self.tokens, self.pairs, set()
         for index in unit:
             item = self.items[index]
             tokens += item.tokens
+            pairs += item.tokens * (item.tokens + 1) // 2
             if self.shared and (item.prefix in self.prefixes or item.prefix in found):
                 tokens -= item.prefix_tokens
+                pairs -= item.prefix_tokens * (item.prefix_tokens + 1) // 2
             found.add(item.prefix)
-        return tokens
+        return tokens, pairs
 
-    def add(self, unit: Sequence[int]) -> None:
-        self.tokens = self.tokens_with(unit)
-        self.members.extend(unit)
-        self.prefixes.update(self.items[index].prefix for index in unit)
+    def _cost(self, tokens: int, pairs: int) -> float:
+        return tokens + (pairs / self.keys_per_token if self.keys_per_token else 0.0)
 
 
 def _load(items: Sequence[PackItem], layout: Layout, unit: Sequence[int] = ()) -> _Load:
@@ -93,6 +111,11 @@ def _load(items: Sequence[PackItem], layout: Layout, unit: Sequence[int] = ()) -
     if unit:
         load.add(unit)
     return load
+
+
+def computed_tokens(items: Sequence[PackItem], members: Sequence[int], layout: Layout) -> int:
+    """Positions that a micro-batch of ``members`` computes, padding included."""
+    return _load(items, layout, members).tokens
 
 
 def pack_rows(
@@ -124,24 +147,30 @@ def pack_rows(
 
 
 def spread_over_ranks(
-    items: Sequence[PackItem], ranks: int, tolerance: float = 0.1, layout: Layout = "padded"
+    items: Sequence[PackItem],
+    ranks: int,
+    tolerance: float = 0.1,
+    layout: Layout = "padded",
+    keys_per_token: float | None = None,
 ) -> list[list[int]]:
-    """Row indices of each rank: costliest group first to the rank that then has least, cost in tokens.
+    """Row indices of each rank: costliest group first to the rank that then has least.
 
     Groups stay together while the heaviest rank stays within ``1 + tolerance`` of the even share; otherwise
     trajectories are placed one by one (coefficients do not depend on the cut). With shared prefixes a prompt costs
     once per rank that has rows of it.
+
+    Args:
+        keys_per_token: as many keys cost a query as much as all the rest of a token's way through the model; None:
+            rows cost their tokens alone.
     """
     everything = list(range(len(items)))
     if ranks == 1:
         return [everything]
-    shared = layout == "shared_prefix"
-    whole, heaviest = _least_loaded(_together(items, everything, _group), items, ranks, shared)
-    everywhere = _ExactLoad(items, shared)
-    everywhere.add(everything)
-    if heaviest <= everywhere.tokens / ranks * (1.0 + tolerance):
+    empty = _ExactLoad(items, layout == "shared_prefix", keys_per_token)
+    whole, heaviest = _least_loaded(_together(items, everything, _group), empty, ranks)
+    if heaviest <= empty.cost_with(everything) / ranks * (1.0 + tolerance):
         return whole
-    single, heaviest_single = _least_loaded(_together(items, everything, _trajectory), items, ranks, shared)
+    single, heaviest_single = _least_loaded(_together(items, everything, _trajectory), empty, ranks)
     return single if heaviest_single < heaviest else whole
 
 
@@ -221,15 +250,13 @@ def _first_fit(
     return [sorted(placed.members) for placed in bins]
 
 
-def _least_loaded(
-    units: list[list[int]], items: Sequence[PackItem], ranks: int, shared: bool
-) -> tuple[list[list[int]], int]:
-    """Rows of each rank, and the cost of the heaviest."""
+def _least_loaded(units: list[list[int]], empty: _ExactLoad, ranks: int) -> tuple[list[list[int]], float]:
+    """Rows of each rank, and the cost of the heaviest.
 
-    def cost(unit: list[int]) -> int:
-        return _ExactLoad(items, shared).tokens_with(unit)
-
-    loads = [_ExactLoad(items, shared) for _ in range(ranks)]
-    for unit in sorted(units, key=lambda unit: (-cost(unit), unit[0])):
-        min(loads, key=lambda load: load.tokens_with(unit)).add(unit)
-    return [sorted(load.members) for load in loads], max(load.tokens for load in loads)
+    Args:
+        empty: a load without rows, of which each rank gets a copy.
+    """
+    loads = [replace(empty, members=[], prefixes=set()) for _ in range(ranks)]
+    for unit in sorted(units, key=lambda unit: (-empty.cost_with(unit), unit[0])):
+        min(loads, key=lambda load: load.cost_with(unit)).add(unit)
+    return [sorted(load.members) for load in loads], max(load.cost for load in loads)

@@ -16,7 +16,7 @@ from typing import Any
 from learner.handles import ActorRank, LocalRank
 from learner.objectives import build_objective
 from learner.packing import Layout, PackItem, split_in_order, spread_over_ranks
-from learner.rank import LearnerPlan, StepReport
+from learner.rank import LearnerPlan, RankFacts, StepReport
 from learner.rank_group import CLOSE_DEADLINE_S, RankGroup
 from learner.token_batch import ScoredRow
 from system.core.errors import ConfigError, LearnerLost
@@ -63,6 +63,7 @@ class LearnerPool:
         self.layout: Layout = "padded"
         """How the ranks lay rows out; known after ``start``."""
         self.layout_reason = "not started"
+        self._keys_per_token: float | None = None
 
     async def start(self) -> None:
         """Creates the ranks, lets them meet and load the model.
@@ -80,7 +81,8 @@ class LearnerPool:
         meeting = None
         if self.size > 1:
             meeting = await self._ranks.first("meeting", deadline_s, await self.sender_address(deadline_s))
-        self.layout, self.layout_reason = (await self._ranks.all("setup", deadline_s, meeting))[0]
+        facts: RankFacts = (await self._ranks.all("setup", deadline_s, meeting))[0]
+        self.layout, self.layout_reason, self._keys_per_token = facts
         log.info("rows are laid out as %s: %s", self.layout, self.layout_reason)
         couples = build_objective(**self.plan.objective).unit == "group"
         self._tolerance = COUPLED_TOLERANCE if couples else TOLERANCE
@@ -100,7 +102,9 @@ class LearnerPool:
             LearnerLost: a rank is gone, or did not answer within ``learner.step_deadline_s``.
         """
         settings = self.plan.learner
-        shares = share_rows(groups, self.size, settings.minibatches_per_step, self._tolerance, self.layout)
+        shares = share_rows(
+            groups, self.size, settings.minibatches_per_step, self._tolerance, self.layout, self._keys_per_token
+        )
         calls = [(share, step, version) for share in shares]
         reports: list[StepReport] = await self._ranks.each("step", settings.step_deadline_s, calls)
         return replace(reports[0], learn_s=max(report.learn_s for report in reports))
@@ -170,12 +174,18 @@ class LearnerPool:
 
 
 def share_rows(
-    groups: Sequence[Group], ranks: int, minibatches: int, tolerance: float = TOLERANCE, layout: Layout = "padded"
+    groups: Sequence[Group],
+    ranks: int,
+    minibatches: int,
+    tolerance: float = TOLERANCE,
+    layout: Layout = "padded",
+    keys_per_token: float | None = None,
 ) -> list[list[Group]]:
     """The rows of each rank, as groups; a group that is cut appears on several ranks with different rows.
 
     Groups are cut where the heaviest rank would else have more than ``1 + tolerance`` of the even share. Every
     minibatch is spread by itself, and so are groups whose rewards are all equal (their passes may be left out).
+    ``keys_per_token``: see ``spread_over_ranks``.
     """
     by_id = {group.group_id: group for group in groups}
     shares: list[list[Group]] = [[] for _ in range(ranks)]
@@ -184,7 +194,8 @@ def share_rows(
             rows = [row for group_id in group_ids for row in by_id[group_id].rows]
             rows = [row for row in rows if by_id[row.group_id].has_zero_signal() == silent]
             items = [_pack_item(row) for row in rows]
-            for rank, indices in enumerate(spread_over_ranks(items, ranks, tolerance, layout) if rows else []):
+            spread = spread_over_ranks(items, ranks, tolerance, layout, keys_per_token) if rows else []
+            for rank, indices in enumerate(spread):
                 shares[rank].extend(_as_groups([rows[index] for index in indices]))
     return shares
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -59,6 +59,16 @@ class LearnerPlan:
     """Optimiser updates of the whole run; a falling schedule needs it."""
 
 
+class RankFacts(NamedTuple):
+    """What a rank knows once it has its model."""
+
+    layout: Layout
+    """How rows are laid out; the same on all ranks."""
+    layout_reason: str
+    keys_per_token: float
+    """See ``learner.packing.spread_over_ranks``."""
+
+
 @dataclass(frozen=True)
 class StepReport:
     """What a step did; the same on every rank, except for ``learn_s``."""
@@ -86,13 +96,17 @@ class StepReport:
     """Share of the computed tokens that is padding, on all ranks."""
     shared_prompt_share: float = 0.0
     """Share of the rows' prompt tokens that were not computed because another row had them, on all ranks."""
+    entropy: float | None = None
+    """Nats, mean over the trained tokens whose passes were computed, on all ranks and in all updates; NaN when there
+    were none, None where ``learner.entropy`` is off."""
 
     def figures(self) -> dict[str, float]:
-        """How its passes were filled, for the step's line of metrics."""
-        return {
+        """What its passes were filled with and gave by the way, for the step's line of metrics."""
+        figures = {
             "learner/padding_share": self.padding_share,
             "learner/shared_prompt_share": self.shared_prompt_share,
         }
+        return figures if self.entropy is None else {**figures, "learner/entropy": self.entropy}
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -127,11 +141,9 @@ class LearnerRank:
         return self._meeting_point.meeting
 
     @_explaining_memory
-    def setup(self, meeting: Meeting | None = None) -> tuple[Layout, str]:
+    def setup(self, meeting: Meeting | None = None) -> RankFacts:
         """Loads the model and builds the optimiser; collective.
 
-        Returns:
-            How rows are laid out, and why; the layout is the same on all ranks.
         Raises:
             OutOfMemory: for what the model and its optimiser need.
             ConfigError: model or objective cannot be, or not the layout asked for.
@@ -150,6 +162,7 @@ class LearnerRank:
         self.model = LogprobModel(causal_lm, self.plan.temperature)
         self.model.check_head()
         choose_layout(self.model, settings.layout)
+        self.model.with_entropy = settings.entropy
         self.world = World.open(
             self.rank, self.size, device, settings.collective_timeout_s, meeting, self._meeting_point
         )
@@ -159,7 +172,7 @@ class LearnerRank:
         self.runner = StepRunner(self.engine, objective, self.world, settings.tokens_per_microbatch, self.model.layout)
         self.runner.doing = self.doing
         self.weights = PolicyWeights(causal_lm, self.engine.whole, keep_copies=settings.zero == 3)
-        return self.model.layout, self.model.layout_reason
+        return RankFacts(self.model.layout, self.model.layout_reason, self.model.keys_per_token)
 
     @_explaining_memory
     def step(self, groups: Sequence[Group], step: int, version: int) -> StepReport:
@@ -198,14 +211,14 @@ class LearnerRank:
                 self.doing.place = "the optimiser's update"
                 totals.gradient_norms.append(self.engine.update(rate))
                 self.updates += 1
-        parts = self.world.gather((totals.sums, totals.losses, totals.tokens))
+        parts = self.world.gather(totals)
         updates = self.updates - first_update
-        sums = sum((part[0] for part in parts), facts.plan.sums if parts else MetricSums())
-        tokens = sum((part[2] for part in parts), TokenCounts())
+        sums = sum((part.sums for part in parts), facts.plan.sums if parts else MetricSums())
+        tokens = sum((part.tokens for part in parts), TokenCounts())
         return StepReport(
             step=step,
             version=version,
-            loss=sum(sum(part[1]) for part in parts) / updates if updates else 0.0,
+            loss=sum(sum(part.losses) for part in parts) / updates if updates else 0.0,
             grad_norm=sum(totals.gradient_norms) / updates if updates else float("nan"),
             learning_rate=rate,
             updates=updates,
@@ -222,6 +235,7 @@ class LearnerRank:
             learn_s=time.monotonic() - started_s,
             padding_share=tokens.padding_share,
             shared_prompt_share=tokens.shared_prompt_share,
+            entropy=_mean_entropy(parts) if settings.entropy else None,
         )
 
     def probe(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
@@ -336,6 +350,11 @@ class LearnerRank:
         if self._sender is None:
             raise ConfigError("weight transfer: open_transfer comes first")
         return self._sender
+
+
+def _mean_entropy(parts: Sequence[StepTotals]) -> float:
+    tokens = sum(part.entropy_tokens for part in parts)
+    return sum(part.entropy_nats for part in parts) / tokens if tokens else float("nan")
 
 
 def _array(tokens: Sequence[int]) -> Any:

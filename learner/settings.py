@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from system.core.settings import Settings
 
@@ -15,6 +15,8 @@ Optimizer = Literal["adamw", "adamw_8bit"]
 
 class LearnerSettings(Settings):
     """How the policy is trained: how many ranks, how their memory is cut, and the optimiser."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     workers: int = Field(default=1, ge=1)
     """Learner ranks, one process (and one GPU, where there are any) each."""
@@ -43,11 +45,16 @@ class LearnerSettings(Settings):
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Decoupled weight decay of matrices; biases and norms have none."""
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Share of its first moment that AdamW keeps at an update."""
     beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
+    """The same of its second moment."""
     epsilon: float = Field(default=1e-8, gt=0.0)
     """AdamW's epsilon."""
     gradient_clip: float = Field(default=1.0, ge=0.0)
     """Largest norm of the whole gradient; 0 switches clipping off."""
+    entropy: bool = False
+    """Write the policy's entropy as learner/entropy into the metrics: nats, mean over the step's trained tokens, taken
+    from the logits of the learning pass. One more pass over them, no gradient."""
     activation_checkpointing: bool = False
     """Keep only each layer's input and compute the layer again in the backward pass: less memory, a third more time."""
     restarts: int = Field(default=2, ge=0)
@@ -84,18 +91,22 @@ class LearnerSettings(Settings):
 class ReferenceSettings(Settings):
     """The frozen model whose log-probs anchor the policy."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     workers: int = Field(default=1, ge=1)
+    """Workers that share the requests, one process (and one GPU, where there are any) each."""
     path: str | None = Field(default=None, min_length=1)
     """Model that the policy is compared with, or taught by: a folder or a hub id, with the policy's tokenizer. Null:
     the policy's own model at its start."""
     batch_tokens: int = Field(default=8192, ge=1)
     """Most tokens, padding included, in one forward pass."""
     layout: LayoutSetting = "auto"
-    """As ``learner.layout``."""
+    """As learner.layout."""
     collect_s: float = Field(default=0.005, ge=0.0)
     """How long the worker waits for further requests before it runs a batch."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; null leaves torch's choice."""
     start_deadline_s: float = Field(default=300.0, gt=0.0)
+    """Longest time from creating the workers to the loaded model on all of them."""
     deadline_s: float = Field(default=120.0, gt=0.0)
     """Longest time from a request to its answer, waiting for the batch included."""

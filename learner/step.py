@@ -82,8 +82,11 @@ class StepTotals:
     sums: MetricSums = field(default_factory=MetricSums)
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
-    microbatches: int = 0
     tokens: TokenCounts = field(default_factory=TokenCounts)
+    entropy_nats: float = 0.0
+    """Summed over ``entropy_tokens``."""
+    entropy_tokens: int = 0
+    """0 where no entropy is wanted."""
 
 
 class StepRunner:
@@ -203,10 +206,13 @@ class StepRunner:
             chosen = [lines[index] for index in members]
             batch = self._token_batch(chosen)
             if members:
-                totals.microbatches += 1
                 totals.tokens += batch.counts
             self._now("learning", number, len(packed), chosen, batch)
             logprobs = self.engine.forward(batch)
+            entropies = self.engine.module.entropies
+            if members and entropies is not None:
+                totals.entropy_nats += float(entropies.sum(dtype=torch.float64))
+                totals.entropy_tokens += len(entropies)
             weights = torch.zeros_like(logprobs)
             if members and coefficients is not None:
                 weights = torch.cat([coefficients[index] for index in members]).to(logprobs.device)

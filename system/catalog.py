@@ -135,13 +135,14 @@ def _objective(name: str, objective: Any) -> CatalogEntry:
         name=name,
         summary=summary.strip(),
         details="\n".join([text.strip() if marked else _joined(details), *filter(None, facts)]).strip(),
-        options=tuple(_option(key, fields[key]) for key in sorted(fields, key=lambda key: key not in own)),
+        options=tuple(option_of(key, fields[key]) for key in sorted(fields, key=lambda key: key not in own)),
         source=source.strip().rstrip(".") if marked else "",
         own=own,
     )
 
 
-def _option(name: str, field: FieldInfo) -> CatalogOption:
+def option_of(name: str, field: FieldInfo) -> CatalogOption:
+    """A field of a settings model that was made with ``use_attribute_docstrings``."""
     default = "required" if field.is_required() else _written(field.get_default(call_default_factory=True))
     return CatalogOption(name, _type(field.annotation), default, _joined(field.description or ""))
 

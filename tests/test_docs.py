@@ -10,8 +10,9 @@ import pytest
 
 from learner.divergences import BUILT_IN, find_divergence
 from learner.objectives import build_objective
+from learner.settings import LearnerSettings, ReferenceSettings
 from tests.learner.objective_cases import fixture_batch
-from tools import objectives_page
+from tools import learner_page, objectives_page
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "learner" / "objectives" / "README.md"
@@ -19,6 +20,15 @@ README = ROOT / "learner" / "objectives" / "README.md"
 
 def test_the_page_of_objectives_is_what_the_code_says():
     assert (ROOT / "docs" / "objectives.md").read_text(encoding="utf-8") == objectives_page.page(), "run: make docs"
+
+
+def test_the_page_of_the_learner_is_what_the_code_says():
+    assert learner_page.PAGE.read_text(encoding="utf-8") == learner_page.page(), "run: make docs"
+
+
+@pytest.mark.parametrize("settings", [LearnerSettings, ReferenceSettings])
+def test_every_setting_of_the_learner_is_explained(settings):
+    assert [name for name, field in settings.model_fields.items() if not field.description] == []
 
 
 def test_the_plot_shows_both_branches_of_every_divergence():

@@ -77,7 +77,7 @@ def page() -> str:
     for entry in built_in:
         parts += [f"\n## {entry.name}\n\n", _described(entry)]
     shared = [option for option in built_in[0].options if option.name in ObjectiveSettings.model_fields]
-    parts += ["\n## Options of all objectives\n\nDefaults, where nothing else is said above.\n\n", _table(shared)]
+    parts += ["\n## Options of all objectives\n\nDefaults, where nothing else is said above.\n\n", option_table(shared)]
     parts += [DIVERGENCES, *(_divergence_row(divergence) for divergence in BUILT_IN.values())]
     parts += [CORRECTIONS, *(_correction_row(name) for name in RULES)]
     parts.append(
@@ -100,10 +100,11 @@ def _described(entry: CatalogEntry) -> str:
     fence = f"```text\n{textwrap.fill(formula, 116, break_long_words=False)}\n```"
     text = "\n\n".join([entry.summary, fence, *facts, f"Source: {entry.source}."]) + "\n"
     own = [option for option in entry.options if option.name in entry.own]
-    return text + ("\n" + _table(own) if own else "")
+    return text + ("\n" + option_table(own) if own else "")
 
 
-def _table(options: list[CatalogOption]) -> str:
+def option_table(options: list[CatalogOption]) -> str:
+    """Name, default and meaning of each."""
     rows = [
         f"| `{option.name}` | {_cell(option.default)} | {_cell(option.description)} ({_cell(option.type)}) |\n"
         for option in options

@@ -20,13 +20,15 @@ from system.core.errors import ConfigError
 from system.prompts.pairs import OfflinePairsFactory
 from system.prompts.stream import PromptStreamFactory
 from system.recipe.model_facts import ModelFacts, read_model
-from system.recipe.partners import check_reference, offline_pairs
+from system.recipe.partners import check_reference, offline_pairs, reference_settings
 from system.recipe.placement import LEARNER, Placement, place, this_machine
 from system.recipe.plan import PlanLine, plan_lines
 from system.recipe.settings import Recipe
 
 PROMPTS_TRIED = 1000
 """Prompts of the first step that the check makes, so that a broken row shows before anything starts."""
+PROMPTS_MEASURED = 64
+"""Of the first steps, where a step has fewer: the plan says what learning from them computes."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,12 @@ def check_recipe(recipe: Recipe, *, assume_gpus: int | None = None, local: bool 
     check_rewards(recipe.rewards, [str(source.name) for source in recipe.data])
     prompts = PromptStreamFactory(recipe.data, recipe.model.path, recipe.run.seed, longest)
     stream = prompts()
-    for position in range(min(recipe.stream.groups_per_step, PROMPTS_TRIED)):
-        stream.prompt(position)
+    groups = recipe.stream.groups_per_step
+    tried = min(max(groups, min(PROMPTS_MEASURED, recipe.run.steps * groups)), PROMPTS_TRIED)
+    lengths = [len(stream.prompt(position).tokens) for position in range(tried)]
     pairs = offline_pairs(recipe, objective, model)
-    lines = plan_lines(recipe, model, objective, placement, stream.summary(), longest)
+    padded = _why_padded(recipe, needs_reference)
+    lines = plan_lines(recipe, model, objective, placement, stream.summary(), longest, lengths, padded)
     if pairs is not None:
         lines.append(PlanLine("offline pairs per step", f"{pairs.pairs_per_step} of {pairs.file}"))
     return Plan(
@@ -161,6 +165,15 @@ def _longest_prompt_tokens(recipe: Recipe, model: ModelFacts) -> int | None:
                 )
         longest = left if longest is None else min(longest, left)
     return longest
+
+
+def _why_padded(recipe: Recipe, needs_reference: bool) -> str | None:
+    """Why the learner's rows will be padded, where that is known; both layouts are checked."""
+    from learner.layout_choice import why_padded
+
+    if needs_reference:
+        why_padded(reference_settings(recipe).path, recipe.reference.layout, "reference.layout")
+    return why_padded(recipe.model.path, recipe.learner.layout)
 
 
 def _check_folder(folder: Path) -> None:

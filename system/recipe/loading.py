@@ -71,8 +71,9 @@ def read_resolved(path: str | Path) -> Recipe:
         raise ConfigError(f"{path}: {failure}") from None
 
 
-FREE_TO_CHANGE = frozenset({"learner.tokens_per_microbatch", "learner.activation_checkpointing"})
-"""Keys that say how much memory a pass takes and not what is learnt: a run may go on with others."""
+FREE_TO_CHANGE = frozenset({"learner.tokens_per_microbatch", "learner.activation_checkpointing", "learner.entropy"})
+"""Keys that say how much memory a pass takes or what is written about it, and not what is learnt: a run may go on with
+others."""
 
 
 def differing_keys(there: Recipe, here: Recipe) -> list[str]:

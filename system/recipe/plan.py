@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from learner.memory import ELEMENT_BYTES, RankMemory, activation_bytes
+from learner.memory import ELEMENT_BYTES, MicroBatch, RankMemory, activation_bytes
+from learner.packing import Layout
+from learner.step_work import UpdateWork, mean_work, prompt_share, update_work
 from system.prompts.stream import SourceSummary
 from system.recipe.model_facts import ModelFacts
 from system.recipe.placement import LEARNER, Placement, RolePlacement, largest_micro_batch
 from system.recipe.settings import Recipe
+
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+MOST_UPDATES = 8
+"""Updates over which the expected work is averaged."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,14 @@ class PlanLine:
     value: str
 
 
+@dataclass(frozen=True)
+class _Data:
+    """What a learner will meet."""
+
+    prompt_tokens: Sequence[int]
+    why_padded: str | None
+
+
 def plan_lines(
     recipe: Recipe,
     model: ModelFacts,
@@ -27,21 +42,26 @@ def plan_lines(
     placement: Placement,
     sources: list[SourceSummary],
     longest_prompt_tokens: int | None,
+    prompt_tokens: Sequence[int],
+    why_padded: str | None,
 ) -> list[PlanLine]:
     """The plan, in the order in which data flows.
 
     Args:
         objective: as ``learner.objectives.build_objective`` made it.
         longest_prompt_tokens: what the model's context leaves for a prompt.
+        prompt_tokens: lengths of the run's first prompts, a step's or more.
+        why_padded: why rows will be padded, where that is known (``learner.layout_choice.why_padded``).
     """
+    data = _Data(prompt_tokens, why_padded)
     pairs = [
         *_run_lines(recipe, model, sources),
         ("objective", objective.name),
         *((f"  {key}", _written(value)) for key, value in objective.settings.model_dump().items()),
-        *_step_lines(recipe, sources, longest_prompt_tokens),
+        *_step_lines(recipe, sources, longest_prompt_tokens, why_padded),
         ("groups without signal", _WITHOUT_SIGNAL[objective.settings.zero_variance]),
         ("weight sync", _sync_line(recipe, model, placement)),
-        *(line for role in placement.roles for line in _role_lines(recipe, model, placement, role)),
+        *(line for role in placement.roles for line in _role_lines(recipe, model, placement, role, data)),
         *_total_lines(placement),
     ]
     return [PlanLine(label, value) for label, value in pairs]
@@ -85,7 +105,9 @@ def _run_lines(recipe: Recipe, model: ModelFacts, sources: list[SourceSummary]) 
     ]
 
 
-def _step_lines(recipe: Recipe, sources: list[SourceSummary], longest: int | None) -> list[tuple[str, str]]:
+def _step_lines(
+    recipe: Recipe, sources: list[SourceSummary], longest: int | None, why_padded: str | None
+) -> list[tuple[str, str]]:
     stream, rollout, learner = recipe.stream, recipe.rollout, recipe.learner
     groups, size = stream.groups_per_step, rollout.group_size
     completions = groups * size
@@ -106,7 +128,12 @@ def _step_lines(recipe: Recipe, sources: list[SourceSummary], longest: int | Non
         ("generated per step", f"at most {completions * rollout.max_tokens:,} tokens ({rollout.max_tokens} each)"),
         ("learned per step", learned),
         ("optimiser updates per step", f"{learner.epochs_per_step * learner.minibatches_per_step} ({passes})"),
-        ("row layout", f"{learner.layout}: {_LAYOUTS[learner.layout]}"),
+        (
+            "row layout",
+            f"padded: {why_padded}"
+            if learner.layout == "auto" and why_padded
+            else f"{learner.layout}: {_LAYOUTS[learner.layout]}",
+        ),
         ("prompts in the run", f"{steps * groups:,} prompts, {steps * completions:,} completions"),
         ("longest prompt", longest_prompt),
         (
@@ -131,12 +158,10 @@ def _sync_line(recipe: Recipe, model: ModelFacts, placement: Placement) -> str:
     return f"{line}; {weights / 1e6:,.1f} MB in about {buckets} buckets"
 
 
-def _learner_lines(recipe: Recipe, model: ModelFacts, placement: Placement) -> list[tuple[str, str]]:
-    """What a learner rank trains and holds, by cause; what a layout of rows saves belongs here, too."""
+def _learner_lines(recipe: Recipe, model: ModelFacts, placement: Placement, data: _Data) -> list[tuple[str, str]]:
+    """What a learner rank trains, computes and holds, by cause."""
     batch, memory = largest_micro_batch(recipe, model), placement.learner_memory
-    lines = [
-        ("  micro-batch", f"at most {batch.tokens:,} tokens, padding included, rows of at most {batch.row_tokens:,}"),
-    ]
+    lines = _work_lines(recipe, batch, data)
     if memory is None:
         return lines
     count = model.shape.parameters
@@ -153,6 +178,41 @@ def _learner_lines(recipe: Recipe, model: ModelFacts, placement: Placement) -> l
         ),
         ("  logits", f"{_gigabytes(memory.logits_bytes)} at a time; their gradient takes their place"),
     ]
+
+
+def _work_lines(recipe: Recipe, batch: MicroBatch, data: _Data) -> list[tuple[str, str]]:
+    """How an update over the data's own prompts is cut, and what it saves to compute each prompt once."""
+    prompts, longest = data.prompt_tokens, recipe.rollout.max_tokens
+    work = {layout: expected_work(recipe, prompts, layout) for layout in LAYOUTS}
+    chosen = work["padded" if data.why_padded else "shared_prefix"]
+    saved = 1.0 - work["shared_prefix"].tokens / work["padded"].tokens
+    unused = f" (not used: {data.why_padded})" if data.why_padded else ""
+    return [
+        (
+            "  micro-batch",
+            f"at most {batch.tokens:,} tokens, padding included, rows of at most {batch.row_tokens:,}; with this data "
+            f"about {chosen.microbatches:.3g} for a rank's update, of {chosen.microbatch_tokens:,.0f} tokens",
+        ),
+        (
+            "  shared prefixes",
+            f"an update computes {work['padded'].tokens:,.0f} tokens padded, {work['shared_prefix'].tokens:,.0f} with "
+            f"each prompt once: {saved:.0%} fewer{unused}. Of the first {len(prompts)} prompts, with completions "
+            f"of {longest:,} tokens, the longest allowed; prompts are {prompt_share(prompts, longest):.0%} of "
+            "the rows then, and more with shorter completions",
+        ),
+    ]
+
+
+def expected_work(recipe: Recipe, prompt_tokens: Sequence[int], layout: Layout) -> UpdateWork:
+    """Mean over the optimiser updates that these prompts fill, with completions as long as allowed."""
+    learner, rollout = recipe.learner, recipe.rollout
+    groups = recipe.stream.groups_per_step // learner.minibatches_per_step
+    starts = range(0, max(1, min(len(prompt_tokens) - groups + 1, MOST_UPDATES * groups)), groups)
+    limits = rollout.group_size, rollout.max_tokens, learner.workers, learner.tokens_per_microbatch
+    works = [update_work(prompt_tokens[start : start + groups], *limits, layout) for start in starts]
+    scale = groups / len(prompt_tokens) if len(prompt_tokens) < groups else 1.0
+    mean = mean_work(works)
+    return UpdateWork(mean.tokens * scale, mean.microbatches * scale, mean.microbatch_tokens)
 
 
 def _causes(memory: RankMemory) -> list[tuple[str, str]]:
@@ -176,9 +236,11 @@ def _gigabytes(count: int) -> str:
     return f"{count / 1e9:.2f} GB"
 
 
-def _role_lines(recipe: Recipe, model: ModelFacts, placement: Placement, role: RolePlacement) -> list[tuple[str, str]]:
+def _role_lines(
+    recipe: Recipe, model: ModelFacts, placement: Placement, role: RolePlacement, data: _Data
+) -> list[tuple[str, str]]:
     lines = [(role.role, _role_line(role))]
-    return lines + _learner_lines(recipe, model, placement) if role.role == LEARNER else lines
+    return lines + _learner_lines(recipe, model, placement, data) if role.role == LEARNER else lines
 
 
 def _role_line(role: RolePlacement) -> str:

@@ -1,23 +1,28 @@
-"""A program for one of several learner ranks over gloo: the whole gradient of one update, for each of many settings.
+"""A program for one of several learner ranks over gloo: loss and gradient of one update, for each of many settings.
 
-``python -m tests.learner.gradient_ranks RANK SIZE MODEL_FOLDER OUT``; rank 0 writes ``gradient-SETTING.pt``. The
-objective multiplies each log-prob by a coefficient of its own (given as its rollout log-prob).
+``python -m tests.learner.gradient_ranks RANK SIZE MODEL_FOLDER OUT some|all``; rank 0 writes ``SETTING.pt``. The
+objective multiplies each log-prob by a random coefficient of its own (its rollout log-prob plus 6).
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from learner import logprobs
 from learner.packing import Layout
 from learner.pool import share_rows
 from learner.rank import LearnerPlan, LearnerRank
 from learner.settings import LearnerSettings
+from learner.token_batch import ScoredRow
 from learner.world import Meeting
 from system.core.model import ModelSettings
 from system.core.records import Group
@@ -36,7 +41,7 @@ class GivenCoefficients(TokenObjective):
     policy_needs = frozenset({"rollout"})
 
     def token_loss(self, inputs):
-        return inputs.rollout * inputs.logprobs
+        return (inputs.rollout + 6.0) * inputs.logprobs
 """
 
 
@@ -45,27 +50,48 @@ class Setting:
     """One way to come to the same gradient."""
 
     zero: int
-    layout: Layout
-    budget_tokens: int = 10_000
-    checkpointing: bool = False
-    cut: bool = False
+    layout: Literal["shared_prefix", "packed", "padded"]
+    """``packed``: without padding, every row with a prompt of its own."""
+    budget_tokens: int
+    checkpointing: bool
+    logits_rows: int | None
+    """Positions whose logits exist at a time, in pieces of two; None: all."""
+    cut: bool
     """Whether every group stands on several ranks, instead of being spread as a pool does."""
 
     @property
     def name(self) -> str:
-        return f"{self.zero}-{self.layout}-{self.budget_tokens}-{self.checkpointing}-{self.cut}"
+        return "-".join(str(value) for value in astuple(self))
+
+    @property
+    def learner_layout(self) -> Layout:
+        return "padded" if self.layout == "padded" else "shared_prefix"
 
 
-def settings(size: int) -> list[Setting]:
-    """For one rank everything; for several each stage and layout, once with whole groups and once with cut ones."""
-    layouts: tuple[Layout, ...] = ("shared_prefix", "padded")
-    found = [
-        Setting(zero, layout, budget_tokens)
-        for zero, layout, budget_tokens in itertools.product(range(4), layouts, (10_000, 45))
+AXES: dict[str, tuple[Any, ...]] = {
+    "zero": (0, 1, 2, 3),
+    "layout": ("shared_prefix", "packed", "padded"),
+    "budget_tokens": (10_000, 45),
+    "checkpointing": (False, True),
+    "logits_rows": (None, 3),
+    "cut": (False, True),
+}
+
+PAIRWISE = ["0001", "0100", "1010", "1110", "1001", "0111", "0110", "1101", "1000", "0101", "0010", "1011"]
+"""For each stage and layout the places of the other axes' values."""
+
+
+def settings(size: int, which: str = "some") -> list[Setting]:
+    """``all`` of the product, or ``some``: any two values of any two axes come together once at least."""
+    if which == "all":
+        axes = {**AXES, "cut": AXES["cut"] if size > 1 else (False,)}
+        return [Setting(*values) for values in itertools.product(*axes.values())]
+    others = list(AXES.values())[2:]
+    part = [
+        Setting(*pair, *(values[int(place)] for values, place in zip(others, places, strict=True)))
+        for pair, places in zip(itertools.product(AXES["zero"], AXES["layout"]), PAIRWISE, strict=True)
     ]
-    if size == 1:
-        return [*found, *(Setting(1, layout, 45, checkpointing=True) for layout in layouts)]
-    return [*found, *(Setting(zero, "shared_prefix", 45, cut=True) for zero in range(4))]
+    return part if size > 1 else [replace(setting, cut=False) for setting in part]
 
 
 def groups() -> list[Group]:
@@ -81,7 +107,8 @@ def groups() -> list[Group]:
                 generator, group_id, trajectory, float(trajectory % 2), length=length, loss_mask=mask,
                 prompt_length=8 if trajectory < 4 else 11,
             )  # fmt: skip
-            rows.append(row)
+            coefficients = np.minimum(generator.normal(-6.0, 1.0, length), 0.0)
+            rows.append(replace(row, rollout_logprobs=coefficients))
         made.append(Group(tuple(rows)))
     return made
 
@@ -90,13 +117,29 @@ def share(setting: Setting, rank: int, size: int) -> list[Group]:
     """The rank's rows."""
     everything = groups()
     if not setting.cut:
-        return share_rows(everything, size, 1, layout=setting.layout)[rank]
+        return share_rows(everything, size, 1, layout=setting.learner_layout)[rank]
     cut = [tuple(row for row in group.rows if row.trajectory_id % size == rank) for group in everything]
     return [Group(rows) for rows in cut if rows]
 
 
-def gradient(setting: Setting, folder: Path, objective: Path, rank: int, size: int, meeting: Meeting | None) -> dict:
-    """Of one update, complete on every rank, by parameter name."""
+@contextmanager
+def applied(setting: Setting, vocabulary: int = 320) -> Iterator[None]:
+    """Inside, what is no setting of a learner is as ``setting`` says."""
+    prefix, sizes = ScoredRow.__dict__["prefix"], (logprobs.LOGITS_BYTES, logprobs.SOFTMAX_CHUNK_BYTES)
+    if setting.layout == "packed":
+        ScoredRow.prefix = property(id)  # type: ignore[assignment, method-assign]
+    if setting.logits_rows is not None:
+        logprobs.LOGITS_BYTES = {"cpu": 4 * vocabulary * setting.logits_rows}
+        logprobs.SOFTMAX_CHUNK_BYTES = {"cpu": 4 * vocabulary * 2}
+    try:
+        yield
+    finally:
+        ScoredRow.prefix = prefix  # type: ignore[method-assign]
+        logprobs.LOGITS_BYTES, logprobs.SOFTMAX_CHUNK_BYTES = sizes
+
+
+def learned(setting: Setting, folder: Path, objective: Path, rank: int, size: int, meeting: Meeting | None) -> dict:
+    """``loss`` and ``gradient`` (complete on every rank, by parameter name) of one update."""
     from deepspeed.utils import safe_get_full_grad
 
     learner = LearnerRank(
@@ -104,7 +147,7 @@ def gradient(setting: Setting, folder: Path, objective: Path, rank: int, size: i
             ModelSettings(path=str(folder), dtype="float32"),
             LearnerSettings(
                 threads=1, zero=setting.zero, workers=size, tokens_per_microbatch=setting.budget_tokens,
-                layout=setting.layout, activation_checkpointing=setting.checkpointing, gradient_clip=0.0,
+                layout=setting.learner_layout, activation_checkpointing=setting.checkpointing, gradient_clip=0.0,
                 collective_timeout_s=120.0, checkpoint_deadline_s=120.0,
             ),
             {"name": "given_coefficients", "file": str(objective)},
@@ -125,11 +168,12 @@ def gradient(setting: Setting, folder: Path, objective: Path, rank: int, size: i
     report = learner.step(share(setting, rank, size), 0, 0)
     assert report.updates == 1
     assert setting.cut or (report.shared_prompt_share > 0) == (setting.layout == "shared_prefix")
+    assert (report.padding_share > 0) == (setting.layout == "padded")
     learner.engine.close()
-    return found
+    return {"loss": report.loss, "gradient": found}
 
 
-def main(rank: int, size: int, folder: Path, out: Path) -> None:
+def main(rank: int, size: int, folder: Path, out: Path, which: str) -> None:
     objective = out / "own.py"
     if rank == 0:
         objective.write_text(OBJECTIVE)
@@ -145,11 +189,12 @@ def main(rank: int, size: int, folder: Path, out: Path) -> None:
         from learner.world import World
 
         World.open(rank, size, torch.device("cpu"), 120.0, meeting, point._meeting_point if point else None)
-    for setting in settings(size):
-        found = gradient(setting, folder, objective, rank, size, meeting)
+    for setting in settings(size, which):
+        with applied(setting):
+            found = learned(setting, folder, objective, rank, size, meeting)
         if rank == 0:
-            torch.save(found, out / f"gradient-{setting.name}.pt")
+            torch.save(found, out / f"{setting.name}.pt")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), sys.argv[5])

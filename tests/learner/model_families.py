@@ -17,6 +17,10 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+LLAMA4 = {
+    **SIZES, "intermediate_size_mlp": 96, "num_local_experts": 4, "attention_chunk_size": 8, "no_rope_layers": [1, 0],
+    "interleave_moe_layer_step": 2, "floor_scale": 6,
+}  # fmt: skip
 TINY = {"vocab_size": 320, "num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 64}
 
 PACKED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,9 +60,11 @@ PADDED: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["conv", "full_attention"],
         },
     ),
+    "llama4": ("llama4_text", LLAMA4),
+    "llama4_whole": ("llama4_text", {**LLAMA4, "no_rope_layers": [0, 0]}),
     "gpt_oss": ("gpt_oss", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
 }  # fmt: skip
-"""Families that carry a state, sees distances instead of positions, or have windows under an attention of their own."""
+"""Families that carry a state, see distances or places instead of positions, or have windows of another kind."""
 
 FAMILIES = {**PACKED, **DENSE, **PADDED}
 

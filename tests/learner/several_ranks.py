@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from learner.pool import share_rows
-from learner.rank import LearnerPlan, LearnerRank
+from learner.rank import LearnerPlan, LearnerRank, StepReport
 from learner.settings import LearnerSettings
 from learner.world import Meeting
 from system.core.model import ModelSettings
@@ -28,6 +28,7 @@ def plan(folder: Path, run: str, out: Path, size: int) -> LearnerPlan:
     settings = LearnerSettings(
         learning_rate=1e-2, epsilon=1e-2, threads=1, zero=zero, workers=size, tokens_per_microbatch=40,
         epochs_per_step=2, minibatches_per_step=2, collective_timeout_s=300.0, checkpoint_deadline_s=300.0,
+        entropy=True,
     )  # fmt: skip
     return LearnerPlan(ModelSettings(path=str(folder), dtype="float32"), settings, objective)
 
@@ -50,6 +51,11 @@ def share(step: int, rank: int, size: int) -> list[Group]:
         shares = [[Group(first.rows[:1]), *others[:1]], [Group(first.rows[1:]), *others[1:]]]
         return shares[rank] if rank < 2 else []
     return groups if rank == 0 else []
+
+
+def facts_of(report: StepReport) -> tuple[float, ...]:
+    assert report.entropy is not None
+    return report.loss, report.grad_norm, report.entropy, report.completion_tokens, report.updates
 
 
 def weights_of(rank: LearnerRank) -> dict[str, torch.Tensor]:
@@ -83,7 +89,7 @@ def main(rank_number: int, size: int, folder: Path, out: Path) -> None:
         rank.save_hf(out / f"hf-{run}")
         if rank_number == 0:
             torch.save(weights, out / f"weights-{run}.pt")
-            facts = [(report.loss, report.grad_norm, report.completion_tokens, report.updates) for report in reports]
+            facts = [facts_of(report) for report in reports]
             (out / f"reports-{run}.json").write_text(json.dumps([facts, sorted(reports[0].metrics.items())]))
         rank.engine.close()
     rank.world.close()

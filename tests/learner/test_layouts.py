@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from learner import logprobs, prefix_layout
-from learner.layout_choice import choose_layout
+from learner.layout_choice import choose_layout, why_padded
 from learner.logprobs import LogprobModel, completion_logprobs
 from learner.model import load_causal_lm
 from learner.packing import Layout
@@ -102,13 +102,22 @@ def gradient_of(model: torch.nn.Module) -> Gradient:
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
+def gap_between(ours: Gradient, theirs: Gradient) -> float:
+    """Norm of the difference over the norm of ``theirs``."""
+    assert ours.keys() == theirs.keys()
+    gaps, norms = (
+        torch.stack([gradient.norm() for gradient in gradients])
+        for gradients in ([ours[name] - theirs[name] for name in theirs], theirs.values())
+    )
+    return float(gaps.norm() / norms.norm())
+
+
 def assert_equal(ours: Gradient, theirs: Gradient, relative: float = 1e-5) -> None:
     """Within ``relative`` of the whole gradient's norm, and of each weight's with some room for its rounding."""
-    assert ours.keys() == theirs.keys()
+    assert gap_between(ours, theirs) <= relative
     whole = torch.stack([gradient.norm() for gradient in theirs.values()]).norm()
-    gaps = {name: (ours[name] - theirs[name]).norm() for name in theirs}
-    assert float(torch.stack(list(gaps.values())).norm() / whole) <= relative
-    for name, gap in gaps.items():
+    for name in theirs:
+        gap = (ours[name] - theirs[name]).norm()
         assert float(gap) <= 10 * relative * float(theirs[name].norm()) + relative * float(whole) / 10, name
 
 
@@ -167,7 +176,10 @@ def test_the_layout_is_chosen_by_trying_and_the_reason_is_said(folder_of, name):
     assert model.layout == ("padded" if name in PADDED else "shared_prefix"), model.layout_reason
     assert model.dense_mask == (name in DENSE)
     assert model.layout_reason
+    assert why_padded(str(folder_of(name)), "auto") in (None, model.layout_reason)
+    assert why_padded(str(folder_of(name)), "padded", "reference.layout") == "reference.layout is padded"
     if name in PADDED:
+        assert why_padded(str(folder_of(name)), "auto") is not None or name == "gpt_oss"
         with pytest.raises(ConfigError, match=r"learner\.layout: shared_prefix is not possible"):
             choose_layout(model, "shared_prefix")
     choose_layout(model, "padded", "reference.layout")
@@ -183,6 +195,15 @@ def test_families_that_cannot_share_have_the_logprobs_of_each_row_alone(folder_o
     with torch.no_grad():
         for row, answer in zip(rows, completion_logprobs(model, rows, 60), strict=True):
             np.testing.assert_allclose(answer[row.columns], plain_logprobs(plain, row, 0.8)[row.columns], atol=2e-5)
+
+
+@pytest.mark.parametrize("name", list(PADDED))
+def test_families_that_cannot_share_have_the_gradients_of_each_row_alone(folder_of, name):
+    rows = group_rows()[:-1]
+    model = load(folder_of(name))
+    choose_layout(model, "auto")
+    (model(token_batch(rows, layout=model.layout)) * torch.cat(coefficients(rows))).sum().backward()
+    assert_equal(gradient_of(model.causal_lm), plain_gradient(folder_of(name), rows))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -10,11 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from learner import logprobs
+from learner.layout_choice import choose_layout
 from learner.logprobs import LogprobModel, completion_logprobs
 from learner.model import load_causal_lm
 from learner.token_batch import ScoredRow, token_batch
 from system.core.errors import ConfigError
 from system.core.model import ModelSettings
+from tests.learner.model_families import save_family
 
 
 def random_rows(count: int = 7, seed: int = 0, *, masked: bool = False) -> list[ScoredRow]:
@@ -100,7 +102,7 @@ def test_the_token_softmax_has_the_exact_gradient(monkeypatch):
     monkeypatch.setattr(logprobs, "SOFTMAX_CHUNK_BYTES", {"cpu": 4 * 11 * 2})
     given = torch.randn(5, 11, dtype=torch.float64, requires_grad=True)
     target, weights = torch.randint(0, 11, (5,)), torch.randn(5, dtype=torch.float64)
-    ours = logprobs._TokenLogprobs.apply(given * 1.0, target, 0.7)
+    ours = logprobs._TokenLogprobs.apply(given * 1.0, target, 0.7, False)[0]
     exact = torch.log_softmax(given / 0.7, dim=-1).gather(1, target[:, None])[:, 0]
     torch.testing.assert_close(ours, exact)
     gradients = [torch.autograd.grad((values * weights).sum(), given)[0] for values in (ours, exact)]
@@ -110,11 +112,56 @@ def test_the_token_softmax_has_the_exact_gradient(monkeypatch):
 def test_the_gradient_is_written_over_the_logits_and_a_second_pass_is_refused():
     given = torch.randn(5, 11, requires_grad=True)
     logits = given * 1.0
-    values = logprobs._TokenLogprobs.apply(logits, torch.zeros(5, dtype=torch.int64), 1.0).sum()
+    values = logprobs._TokenLogprobs.apply(logits, torch.zeros(5, dtype=torch.int64), 1.0, False)[0].sum()
     values.backward(retain_graph=True)
     assert torch.equal(given.grad, logits)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         values.backward()
+
+
+@pytest.mark.parametrize("logits_rows", [1000, 7])
+@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
+def test_entropies_are_those_of_the_plain_softmax_and_change_no_gradient(folder, layout, logits_rows, monkeypatch):
+    monkeypatch.setattr(logprobs, "LOGITS_BYTES", {"cpu": 320 * 4 * logits_rows})
+    monkeypatch.setattr(logprobs, "SOFTMAX_CHUNK_BYTES", {"cpu": 320 * 4 * 2})
+    rows = random_rows(masked=True)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = []
+    for row in rows:
+        tokens = torch.tensor(np.concatenate([row.prompt_tokens, row.completion_tokens])[None])
+        with torch.no_grad():
+            logits = plain(input_ids=tokens).logits[0, len(row.prompt_tokens) - 1 : -1].double() / 0.6
+        expected.append(torch.distributions.Categorical(logits=logits).entropy()[torch.from_numpy(row.wanted)])
+    batch = token_batch(rows, layout=layout)
+    gradients = []
+    for with_entropy in (False, True):
+        model = load(folder, 0.6)
+        choose_layout(model, layout)
+        assert model.entropies is None
+        model.with_entropy = with_entropy
+        (model(batch) * torch.linspace(-1.0, 1.0, len(batch.target))).sum().backward()
+        gradients.append([weight.grad for weight in model.parameters()])
+        with torch.no_grad():
+            values = model.entropies
+            model(batch)
+        assert model.entropies is None  # of no use without a gradient, so not taken
+    assert values is not None
+    assert not values.requires_grad
+    torch.testing.assert_close(values.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_token_of_probability_zero_adds_no_entropy():
+    given = torch.tensor([[0.0, 0.0, -torch.inf], [0.0, -1e30, -torch.inf]], requires_grad=True)
+    _, entropy = logprobs._TokenLogprobs.apply(given * 1.0, torch.zeros(2, dtype=torch.int64), 1.0, True)
+    torch.testing.assert_close(entropy, torch.tensor([np.log(2.0), 0.0], dtype=torch.float32))
+
+
+def test_no_entropy_is_taken_where_none_is_wanted(tiny_llama, monkeypatch):
+    model, rows = load(tiny_llama), random_rows()
+    monkeypatch.setattr(torch.linalg, "vecdot", None)
+    model(token_batch(rows)).sum().backward()
+    assert model.entropies is None
 
 
 def test_a_row_without_a_prompt_is_refused():
@@ -150,6 +197,13 @@ def test_a_head_that_does_more_than_is_known_is_refused(tiny_llama):
     model.check_head()
     model._logit_scale = 0.5
     with pytest.raises(ConfigError, match="llama"):
+        model.check_head()
+
+
+def test_a_model_without_a_body_of_its_own_is_refused(tmp_path, monkeypatch):
+    model = load(save_family("gpt2", tmp_path))
+    monkeypatch.setattr(type(model.causal_lm), "base_model_prefix", "elsewhere")
+    with pytest.raises(ConfigError, match="gpt2' have no part that gives hidden states"):
         model.check_head()
 
 

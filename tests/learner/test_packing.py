@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.packing import Layout, PackItem, pack_rows, split_in_order, spread_over_ranks
+from learner.packing import Layout, PackItem, _ExactLoad, pack_rows, split_in_order, spread_over_ranks
 
 
 def item(own: int, group: int, trajectory: int, segment: int = 0) -> PackItem:
@@ -116,6 +116,28 @@ def test_a_shared_prompt_counts_once_when_ranks_are_weighed():
     rows += [PackItem(10 + 200, group, 0, group, 10) for group in (1, 2, 3)]
     assert [0, 1, 2, 3, 4, 5, 6, 7] in spread_over_ranks(rows, 2, 1e9)
     assert sorted(len(rank) for rank in spread_over_ranks(rows, 2, 1e9, "shared_prefix")) == [2, 9]
+
+
+def test_ranks_are_weighed_by_attention_where_it_counts():
+    """By tokens one long row is worth ten short ones; its attention makes it as dear as nineteen."""
+    rows = [PackItem(1000, 0, 0, "a", 10)]
+    rows += [PackItem(100, group, 0, group, 10) for group in range(1, 31)]
+    for layout in ("padded", "shared_prefix"):
+        spread = [spread_over_ranks(rows, 2, layout=layout, keys_per_token=keys) for keys in (None, 450.0)]
+        assert [[len(rank) for rank in ranks if 0 in rank] for ranks in spread] == [[11], [7]]
+
+
+@given(items, layouts, st.integers(1, 1000))
+def test_a_rows_cost_is_that_of_its_tokens_and_of_what_they_see(rows, layout, keys_per_token):
+    shared = layout == "shared_prefix"
+    load = _ExactLoad(rows, shared, keys_per_token)
+    load.add(list(range(len(rows))))
+    runs = [(0, row.prefix_tokens, row.prefix) for row in rows] if not shared else []
+    runs += [(0, tokens, key) for key, tokens in {row.prefix: row.prefix_tokens for row in rows}.items() if shared]
+    runs += [(row.prefix_tokens, row.tokens, None) for row in rows]
+    seen = [place + 1 for first, end, _ in runs for place in range(first, end)]
+    assert (load.tokens, load.pairs) == (len(seen), sum(seen))
+    assert load.cost == load.tokens + load.pairs / keys_per_token
 
 
 def test_one_group_with_a_shared_prompt_is_cut_rather_than_leaving_a_rank_idle():

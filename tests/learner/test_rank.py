@@ -105,6 +105,30 @@ def test_the_update_does_not_depend_on_microbatches_and_padding(tiny_llama, obje
     assert_same(one, many, atol=1e-5)
 
 
+@pytest.mark.parametrize("budget_tokens", [100_000, 20])
+def test_the_entropy_of_a_step_is_the_mean_over_its_trained_tokens(tiny_llama, budget_tokens):
+    groups = [*make_groups(), Group(tuple(make_row(np.random.default_rng(5), 9, place, 1.0) for place in range(2)))]
+    rank = make_rank(tiny_llama, entropy=True, tokens_per_microbatch=budget_tokens)
+    report = rank.step(groups, 0, 0)
+    silent = rank.step(groups[-1:], 1, 1)
+    rank.close()
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    entropies = []
+    for row in (row for group in groups[:-1] for row in group.rows):
+        tokens = torch.tensor(np.concatenate([row.prompt_tokens, row.completion_tokens])[None], dtype=torch.int64)
+        with torch.no_grad():
+            logits = model(input_ids=tokens).logits[0, len(row.prompt_tokens) - 1 : -1]
+        entropies.append(torch.distributions.Categorical(logits=logits).entropy())
+    assert report.figures()["learner/entropy"] == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-5)
+    assert math.isnan(silent.figures()["learner/entropy"])  # nothing was computed
+
+
+def test_a_step_says_nothing_of_entropy_unless_asked(tiny_llama):
+    rank = make_rank(tiny_llama)
+    assert set(rank.step(make_groups(), 0, 0).figures()) == {"learner/padding_share", "learner/shared_prompt_share"}
+    rank.close()
+
+
 def test_activation_checkpointing_changes_memory_only(tiny_llama):
     groups = make_groups()
     assert_same(trained(tiny_llama, groups), trained(tiny_llama, groups, activation_checkpointing=True), atol=1e-6)

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 Together = tuple[int, Path]
 """Number of ranks, and the folder that they wrote into."""
-Learned = tuple[dict[str, torch.Tensor], list[tuple[float, float, int, int]]]
+Learned = tuple[dict[str, torch.Tensor], list[tuple[float, ...]]]
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -71,7 +71,7 @@ def learn(folder: Path, run: str, out: Path) -> Learned:
     reports = [rank.step(several_ranks.groups_of(step), step, step) for step in range(several_ranks.STEPS)]
     weights = several_ranks.weights_of(rank)
     rank.close()
-    return weights, [(report.loss, report.grad_norm, report.completion_tokens, report.updates) for report in reports]
+    return weights, [several_ranks.facts_of(report) for report in reports]
 
 
 def test_several_ranks_report_what_one_reports(together, alone):

@@ -6,6 +6,7 @@ The ranks are threads around a table of bigrams; packing, gathering and coeffici
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from learner.advantages import StepRows
 from learner.objectives import MetricSums, build_objective, objective_names
-from learner.packing import split_in_order
+from learner.packing import Layout, split_in_order
 from learner.step import StepFacts, StepRunner, StepTotals
 from learner.token_batch import TokenBatch
 from system.core.records import Group
@@ -42,6 +43,8 @@ CASES = [(name, REQUIRED.get(name, {})) for name in objective_names()] + [
 class Bigrams(nn.Module):
     """Log-prob of a token given the one before it."""
 
+    entropies = None
+
     def __init__(self) -> None:
         super().__init__()
         table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -57,10 +60,20 @@ class Engine:
 
     zero = 1
 
-    def __init__(self) -> None:
-        self.module = Bigrams()
-        self.forward = self.module
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward = module
         self.passes = 0
+
+    @property
+    def gradient(self) -> Tensor:
+        """Of all parameters, one behind the other; zero where there is none."""
+        return torch.cat(
+            [
+                (torch.zeros_like(weight) if weight.grad is None else weight.grad).flatten()
+                for weight in self.module.parameters()
+            ]
+        )
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self.passes += 1
@@ -115,14 +128,27 @@ def step_groups(with_pairs: bool) -> list[Group]:
     return groups
 
 
-def learn(name: str, options: dict[str, Any], budget_tokens: int, ranks: int) -> tuple[Tensor, float, MetricSums, int]:
+def learn(
+    name: str,
+    options: dict[str, Any],
+    budget_tokens: int,
+    ranks: int,
+    *,
+    layout: Layout = "padded",
+    module: Callable[[], nn.Module] = Bigrams,
+    old_logprobs: bool = False,
+) -> tuple[Tensor, float, MetricSums, int]:
     """Gradient, loss, metrics and passes of one update, summed over ranks.
 
     Groups are cut over the ranks; of four the last has nothing to do, and with three groups there are fewer than ranks.
+
+    Args:
+        module: makes the model of each rank.
+        old_logprobs: whether the policy at the start of the pass is another one, so that ratios are not 1.
     """
     groups = step_groups(name == "f_hal")
     meeting = Threads(ranks)
-    engines = [Engine() for _ in range(ranks)]
+    engines = [Engine(module()) for _ in range(ranks)]
     totals = [StepTotals() for _ in range(ranks)]
     plans: list[StepFacts] = []
     failures: list[BaseException] = []
@@ -130,13 +156,17 @@ def learn(name: str, options: dict[str, Any], budget_tokens: int, ranks: int) ->
     def run(rank: int) -> None:
         try:
             objective = build_objective(name, **options)
-            runner = StepRunner(engines[rank], objective, Rank(rank, meeting, ranks), budget_tokens)  # type: ignore[arg-type]
+            world: Any = Rank(rank, meeting, ranks)
+            runner = StepRunner(engines[rank], objective, world, budget_tokens, layout)  # type: ignore[arg-type]
             lines = [
                 line
                 for number, line in enumerate(runner.lines_of(groups))
                 if rank == (0, min(number % 3, 1), 0, number % 3)[ranks - 1]
             ]
-            if objective.needs_logprobs_first:
+            if old_logprobs:
+                for line in lines:
+                    line.old_logprobs = line.row.rollout_logprobs[::-1].copy()
+            elif objective.needs_logprobs_first:
                 runner.recompute_old_logprobs(lines)
             facts = runner.gather_facts(lines)
             plans.append(facts)
@@ -154,10 +184,7 @@ def learn(name: str, options: dict[str, Any], budget_tokens: int, ranks: int) ->
     for thread in threads:
         thread.join(timeout=120)
     assert not failures, failures
-    gradient = sum(
-        (engine.module.table.grad for engine in engines if engine.module.table.grad is not None),
-        torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64),
-    )
+    gradient = torch.stack([engine.gradient for engine in engines]).sum(0)
     sums = sum((part.sums for part in totals), plans[0].plan.sums)
     return gradient, sum(sum(part.losses) for part in totals), sums, sum(engine.passes for engine in engines)
 

@@ -15,6 +15,7 @@ from system.core.errors import ConfigError, DataError
 from system.recipe import check_recipe, load_recipe, print_plan
 from system.recipe.model_facts import read_model
 from system.recipe.placement import Machine, _ranges, largest_micro_batch, place
+from tests.learner.model_families import save_family
 from tests.tiny_models import save_tiny_llama
 
 RECIPE = """
@@ -254,14 +255,49 @@ def test_what_does_not_fit_into_memory_is_refused_with_the_sum(folder):
 def test_the_plan_says_what_a_learner_rank_holds_and_why(check):
     lines = {line.label.strip(): line.value for line in check().lines}
     assert lines["parameters"] == "0.1 M, 0.1 M of them trained"
-    assert lines["micro-batch"] == "at most 3,840 tokens, padding included, rows of at most 160"
+    assert lines["micro-batch"].startswith(
+        "at most 3,840 tokens, padding included, rows of at most 160; with this data "
+    )
     for cause in ("weights", "gradients", "float32 masters", "optimiser state", "logits"):
         assert lines[cause].split()[1] == "GB"
     assert lines["activations"].endswith("with activation_checkpointing)")
     checkpointed = {line.label.strip(): line.value for line in check("learner.activation_checkpointing=true").lines}
     assert checkpointed["activations"].endswith("without activation_checkpointing)")
-    assert [line.label for line in check().learner_lines][:3] == ["learner", "  parameters", "  micro-batch"]
+    first = ["learner", "  parameters", "  micro-batch", "  shared prefixes"]
+    assert [line.label for line in check().learner_lines][:4] == first
     assert check().learner_lines[-1].label == "  logits"
+
+
+def test_the_plan_says_what_shared_prefixes_save_on_this_data(check):
+    plan = check("stream.groups_per_step=5")
+    stream = plan.prompts()
+    lengths = [len(stream.prompt(position).tokens) for position in range(50)]
+    rows = 4 * (sum(lengths[:40]) / 8 + 5 * 31)  # the mean of eight updates of five prompts
+    shared = sum(lengths[:40]) / 8 + 4 * 5 * 31
+    line = next(line.value for line in plan.learner_lines if line.label == "  shared prefixes")
+    padded = int(line.split()[3].replace(",", ""))
+    assert rows <= padded < 1.2 * rows
+    assert f"{shared:,.0f} with each prompt once: {1 - shared / padded:.0%} fewer. Of the first 50 prompts" in line
+    micro_batch = next(line.value for line in plan.learner_lines if line.label == "  micro-batch")
+    assert f"about 1 for a rank's update, of {shared:,.0f} tokens" in micro_batch
+
+
+def test_the_plan_says_that_shared_prefixes_are_not_used(check):
+    lines = {line.label: line.value for line in check("learner.layout=padded").lines}
+    assert " fewer (not used: learner.layout is padded). Of the first 60 prompts" in lines["  shared prefixes"]
+    assert lines["row layout"].startswith("padded: every completion")
+
+
+def test_a_model_that_cannot_share_prompts_is_known_before_it_is_loaded(folder, check, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    save_family("mamba", tmp_path / "model")
+    plan = {line.label: line.value for line in check(f"model.path={tmp_path / 'model'}").lines}
+    assert plan["row layout"] == "padded: models of type 'mamba' have layers of kind linear_attention"
+    assert "(not used: models of type 'mamba' have layers" in plan["  shared prefixes"]
+    for key in ("learner", "reference"):
+        overrides = [f"model.path={tmp_path / 'model'}", f"{key}.layout=shared_prefix", "objective.kl_coefficient=0.1"]
+        with pytest.raises(ConfigError, match=rf"{key}\.layout: shared_prefix is not possible for this model"):
+            check(*overrides)
 
 
 def test_the_largest_micro_batch_is_one_ranks_rows_or_the_budget_or_one_row(folder):
