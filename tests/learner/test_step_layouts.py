@@ -26,9 +26,7 @@ CUTS: tuple[tuple[int, int, Layout], ...] = (
 """Tokens of a micro-batch, ranks, layout; all rows at once, padded, on one rank is what they are held against."""
 LOOSE = {"correction": "k3_mask", "correction_high": 50.0}
 """Lets through some of the random log-probs."""
-IN_THE_GRAPH = 2e-5
-"""GIFT in the note's form: its gradient is what is left of one eighty times as large when normalisation is
-differentiated, too, and the rounding of the large one stays."""
+RELATIVE = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +48,18 @@ def test_loss_and_gradient_do_not_depend_on_how_the_work_is_cut(
     whole, loss, sums, passes = learn(name, options, 100_000, 1, module=policy, old_logprobs=old_logprobs)
     assert passes == 1
     assert whole.norm() > 1e-4
+    scale = whole.norm()
+    if options.get("statistics") == "graph":
+        # What is left of a gradient eighty times as large when normalisation is differentiated, too: the rounding of
+        # the large one stays, and how much it is depends on the processor.
+        detached = options | {"statistics": "detached"}
+        scale = learn(name, detached, 100_000, 1, module=policy, old_logprobs=old_logprobs)[0].norm()
     for budget_tokens, ranks, layout in CUTS:
         gradient, other_loss, other_sums, _ = learn(
             name, options, budget_tokens, ranks, layout=layout, module=policy, old_logprobs=old_logprobs
         )
-        gap = float((gradient - whole).norm() / whole.norm())
+        gap = float((gradient - whole).norm() / scale)
         print(f"{gap:.1e}, loss {abs(other_loss - loss):.1e}: {name} {options}, {budget_tokens}, {ranks}, {layout}")
-        assert gap <= (IN_THE_GRAPH if options.get("statistics") == "graph" else 1e-5)
-        assert other_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
+        assert gap <= RELATIVE
+        assert other_loss == pytest.approx(loss, rel=RELATIVE, abs=1e-6)
         assert other_sums.means() == pytest.approx(sums.means(), rel=1e-4, abs=1e-5)

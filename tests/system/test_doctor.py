@@ -16,12 +16,20 @@ def test_a_pin_is_kept_missed_or_absent():
     checks = {
         check.name: check
         for check in doctor.check_packages(
-            [f"pyarrow=={found}", "pydantic==1.0.0", "rich>=99", "no-such-package==1.0", "no-demo==1; extra == 'demo'"]
+            [
+                f"pyarrow=={found}",
+                "pydantic==1.0.0",
+                "rich>=99",
+                "no-such-package==1.0",
+                "no-demo==1; extra == 'demo'",
+                "no-eight-bits>=1; extra == 'adamw-8bit'",
+            ]
         )
     }
     verdicts = {name: check.verdict for name, check in checks.items()}
     assert verdicts == {
         "pyarrow": "ok", "pydantic": "warn", "rich": "fail", "no-such-package": "fail", "no-demo": "warn",
+        "no-eight-bits": "warn",
     }  # fmt: skip
     assert checks["no-such-package"].mend == "pip install 'no-such-package==1.0'"
 
