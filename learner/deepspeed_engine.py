@@ -56,8 +56,9 @@ class TrainingEngine:
         if self._half and self.zero == 0:
             # This optimiser takes a trial step to create its state, which counts in Adam's bias correction.
             self._optimizer.optimizer.state.clear()
-        if self._half and self.zero <= 1 and world.size == 1:
-            # There is nobody to sum gradients with; DeepSpeed would copy all of them there and back.
+        if self._half and self.zero <= 1 and world.size == 1 and not settings.offload_optimizer:
+            # There is nobody to sum gradients with; DeepSpeed would copy all of them there and back. An offloaded
+            # optimiser, though, gets its gradients on this way alone.
             self._engine.enable_backward_allreduce = False
         self._gathered = deepspeed.zero.GatheredParameters
 

@@ -8,7 +8,8 @@ with tokens x vocabulary. The entropy of the predictions is taken from the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,9 @@ SOFTMAX_CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
 LOGITS_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 """Most logits that exist at a time. Half of it is kept for the backward pass where there are more, the rest computed
 again."""
+
+Piece = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""Log-probs, and entropies where they are wanted, of hidden states [n, width] and their next tokens [n]."""
 
 
 class LogprobModel(nn.Module):
@@ -90,7 +94,9 @@ class LogprobModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's own logits of hidden states [N, width]: head, scale and soft cap. [N, vocabulary]."""
-        logits = self.causal_lm.get_output_embeddings()(hidden)
+        return self._conventional(self.causal_lm.get_output_embeddings()(hidden))
+
+    def _conventional(self, logits: Tensor) -> Tensor:
         if self._logit_scale != 1.0:
             logits = logits * self._logit_scale
         if self._logit_cap is not None:
@@ -98,24 +104,40 @@ class LogprobModel(nn.Module):
         return logits
 
     def _head(self, hidden: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
-        """Log-probs of ``target``, and entropies where they are wanted."""
+        """Log-probs of ``target``, and entropies where they are wanted.
+
+        To others the head's module is called once, forward and backward, in however many pieces it computes: ZeRO-3
+        gathers weights around a module's call, so all ranks must make as many, and tokens differ between them.
+        """
+        head: Any = self.causal_lm.get_output_embeddings()
         with_entropy = self.with_entropy and torch.is_grad_enabled()
+        compute = head.forward
+        entropies: list[Tensor | None] = []
 
         def piece(states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-            return _TokenLogprobs.apply(self.logits(states), tokens, temperature, with_entropy)
+            return _TokenLogprobs.apply(self._conventional(compute(states)), tokens, temperature, with_entropy)
 
+        def whole(states: Tensor) -> Tensor:
+            logprobs, entropy = _joined(self._pieces(piece, states, target))
+            entropies.append(entropy)
+            return logprobs
+
+        with _computing(head, whole):
+            logprobs = head(hidden)
+        return logprobs, entropies[0]
+
+    def _pieces(self, piece: Piece, hidden: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor | None]]:
         vocabulary: int = self.causal_lm.config.get_text_config().vocab_size
         most_bytes = LOGITS_BYTES.get(hidden.device.type, LOGITS_BYTES["cpu"])
         most = max(1, most_bytes // (vocabulary * hidden.element_size()))
         if len(target) <= most:
-            return piece(hidden, target)
+            return [piece(hidden, target)]
         if not torch.is_grad_enabled():
-            pieces = zip(hidden.split(most), target.split(most), strict=True)
-            return _joined([piece(states, tokens) for states, tokens in pieces])
+            return [piece(*part) for part in zip(hidden.split(most), target.split(most), strict=True)]
         half = max(1, most // 2)
         kept, *others = zip(hidden.split(half), target.split(half), strict=True)
         again = [checkpoint(piece, states, tokens, use_reentrant=False) for states, tokens in others]
-        return _joined([piece(*kept), *again])
+        return [piece(*kept), *again]
 
     def check_head(self) -> None:
         """Holds this module's logits against the model's own on a few tokens.
@@ -151,6 +173,20 @@ def completion_logprobs(
         for line, index in enumerate(members):
             answers[index] = padded[line, : len(rows[index].completion_tokens)].copy()
     return answers
+
+
+@contextmanager
+def _computing(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, a call of ``module``, hooks and all, computes ``forward``."""
+    own = module.__dict__.get("forward")
+    module.forward = forward  # an attribute of the object goes before its class's method
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 def _joined(pieces: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:

@@ -87,6 +87,21 @@ def test_logits_never_take_more_than_their_bytes(folder, monkeypatch):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
 
 
+def test_the_head_is_one_call_in_however_many_pieces(folder, monkeypatch):
+    """ZeRO-3 gathers weights around a module's call, on all ranks or none; each rank has tokens of its own number."""
+    model, batch = load(folder), token_batch(random_rows())
+    head, calls = model.causal_lm.get_output_embeddings(), []
+    head.register_forward_pre_hook(lambda *_: calls.append("forward"))
+    head.register_full_backward_hook(lambda *_: calls.append("backward"))
+    monkeypatch.setattr(logprobs, "LOGITS_BYTES", {"cpu": 320 * 4 * 10})
+    with torch.no_grad():
+        model(batch)
+    assert calls == ["forward"]
+    model(batch).sum().backward()
+    assert calls == ["forward", "forward", "backward"]
+    assert "forward" not in vars(head)
+
+
 def test_tokens_that_are_not_wanted_have_no_logprob_and_no_gradient(folder):
     model = load(folder)
     row = ScoredRow(np.array([7, 8]), np.array([9, 10, 11, 12]), np.array([True, False, False, True]))
