@@ -194,7 +194,7 @@ def _offloaded_copies(count: int, own: float, element: int, zero: int) -> _Copie
     back = element * own
     if zero == 2:
         return _Copies(8 * own, buffers=back, exchange=bucket, offloaded=8 * own + back)
-    sums = (12 if half else 4) * own
+    sums = (8 if half else 4) * own
     passing = element * count + bucket + (2 * count if half else 0)
     return _Copies(sums, buffers=back, exchange=passing, offloaded=sums + back)
 

@@ -130,6 +130,7 @@ def test_weights_gradients_masters_and_optimiser_are_what_deepspeed_holds(llama,
             for dtype, learner in (
                 ("bfloat16", {"zero": 1}),
                 ("bfloat16", {"zero": 1, "activation_checkpointing": True}),
+                ("bfloat16", {"zero": 1, "offload_optimizer": True}),
                 ("float32", {"zero": 0}),
                 ("float32", {"zero": 3}),
                 ("bfloat16", {"zero": 2}),
